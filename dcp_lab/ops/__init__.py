@@ -1,0 +1,1 @@
+"""Public operations: validate, plan, launch."""

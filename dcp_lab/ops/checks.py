@@ -1,0 +1,90 @@
+"""Argument checks: what was wrong, what was expected, what came. Metadata only, never a device sync."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NoReturn
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return 'float16' for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: object) -> str:
+    """Return a tensor as 'int64 [4, 9] on cuda:0', anything else as its repr."""
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)} on {value.device}"
+    return repr(value)
+
+
+def fail(argument: str, expected: str, got: object) -> NoReturn:
+    """Raise the ValueError that names the argument, what was expected and what was given."""
+    raise ValueError(f"{argument}: expected {expected}, got {describe(got)}")
+
+
+def unsupported(argument: str, got: object, instead: str) -> NoReturn:
+    """Raise the NotImplementedError that names the argument and what to do instead."""
+    raise NotImplementedError(f"{argument}={describe(got)} is not supported: {instead}")
+
+
+def check_tensor(
+    argument: str,
+    value: object,
+    *,
+    dtypes: Collection[torch.dtype] | None = None,
+    shape: Sequence[int | str] | None = None,
+    device: torch.device | None = None,
+    last_contiguous: bool = False,
+) -> torch.Tensor:
+    """Return value if it is the tensor that was asked for.
+
+    Args:
+        argument: Name the caller knows it by.
+        value: What was given.
+        dtypes: Accepted dtypes. Default: any.
+        shape: One entry a dimension: an int that must match, or a name (any size).
+            An entry 'B=4' is a name with a size that must match. Default: any.
+        device: Where it has to be. Default: anywhere.
+        last_contiguous: Whether the last dimension needs stride 1.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, torch.Tensor):
+        wanted = "a tensor" if shape is None else f"a tensor [{', '.join(map(str, shape))}]"
+        fail(argument, wanted, value)
+    names = " or ".join(dtype_name(d) for d in dtypes) if dtypes else "any dtype"
+    wanted_shape = "" if shape is None else f" [{', '.join(map(str, shape))}]"
+    if dtypes and value.dtype not in dtypes:
+        fail(argument, f"{names}{wanted_shape}", value)
+    if shape is not None:
+        if value.dim() != len(shape):
+            fail(argument, f"{names}{wanted_shape}", value)
+        for size, entry in zip(value.shape, shape, strict=True):
+            if isinstance(entry, str):
+                if "=" not in entry:
+                    continue
+                entry = int(entry.split("=")[1])
+            if size != entry:
+                fail(argument, f"{names}{wanted_shape}", value)
+    if device is not None and value.device != device:
+        fail(argument, f"a tensor on {device}", value)
+    # A dimension of size 1 or a tensor without elements has no stride that could be wrong.
+    if last_contiguous and value.numel() and value.shape[-1] > 1 and value.stride(-1) != 1:
+        fail(argument, "a contiguous last dimension (stride 1)", f"strides {tuple(value.stride())}")
+    return value
+
+
+def check_positive_int(argument: str, value: object, *, at_most: int | None = None) -> int:
+    """Return value if it is an int >= 1 (and <= at_most)."""
+    upper = "" if at_most is None else f" and <= {at_most}"
+    bad = isinstance(value, bool) or not isinstance(value, int) or value < 1
+    if bad or (at_most is not None and value > at_most):
+        fail(argument, f"an int >= 1{upper}", value)
+    return value
