@@ -1,17 +1,24 @@
 """Triton kernels: no checks and no policy in here, only what runs on the device.
 
-Without a GPU the kernels run in Triton's interpreter. Triton reads TRITON_INTERPRET when a kernel is
-decorated, so it is decided here, before any kernel module is imported. TRITON_INTERPRET=0 in the
-environment keeps the compiler, which is how kernels are built for a GPU that is not there.
+Without a GPU the kernels run in Triton's interpreter. Triton reads TRITON_INTERPRET when a function is
+decorated, its own library included, so it is decided here, before triton is imported. With
+TRITON_INTERPRET=0 in the environment the compiler stays, which is how kernels are built for a GPU that
+is not there.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+    if "triton.language" in sys.modules:
+        raise RuntimeError(
+            "triton was imported before dcp_lab on a machine without a GPU, so its interpreter can no "
+            "longer be switched on: import dcp_lab.kernels first, or set TRITON_INTERPRET=1"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

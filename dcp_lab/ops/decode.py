@@ -1,0 +1,327 @@
+"""paged_decode: attend a paged KV cache in place and return (out, lse)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from dcp_lab.kernels import INTERPRETED, interpreter_safe
+from dcp_lab.kernels import decode as kernels
+from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
+from dcp_lab.ops.checks import fail
+from dcp_lab.ops.workspace import (
+    DecodeConfig,
+    DecodeWorkspace,
+    choose_config,
+    device_of,
+    query_rows,
+)
+from dcp_lab.sharding import Shard
+from dcp_lab.state import AttnState
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    shard: Shard | None = None,
+    global_seq_lens: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    workspace: DecodeWorkspace | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> AttnState:
+    """Attend each request's query tokens to its paged KV, in place, and return (out, lse).
+
+    out[t, h] = sum_s softmax_s(score[t, h, s]) v[s, h // G],  G = Hq // Hkv
+    lse[t, h] = ln sum_s exp(score[t, h, s]),  score = softmax_scale q[t, h] . k[s, h // G]
+
+    Args:
+        q: [T, Hq, D] fp32, fp16 or bf16, last dim contiguous, any other strides.
+        k_cache, v_cache: Pages in q's dtype, [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), V
+            with Dv in D's place; last dim contiguous, any other strides.
+        block_table: int32 [B, max_pages], physical page of each logical one. Entries past
+            ceil(seq_lens / page) are never read.
+        seq_lens: int32 [B], tokens in this cache (this rank's count under DCP), the tokens being
+            decoded included: KV is written first.
+        softmax_scale: Multiplies q . k. Default: D ** -0.5.
+        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
+        query_start_loc: int32 [B + 1], request b owns rows [b] to [b + 1]; rows past the last
+            entry are padding (out 0, lse -inf). Default: one token a request, T = B.
+        max_query_len: Most query tokens of a request. Default: 1.
+        shard: This rank's share of the tokens. Default: the cache holds whole requests.
+        global_seq_lens: int32 [B], tokens of the whole request; needed with shard when
+            max_query_len > 1. Query j of n sees global positions <= global_seq_lens - n + j.
+        num_splits: Pieces each request is cut into. Default: chosen on the device by the
+            workspace's plan, from seq_lens.
+        workspace: A DecodeWorkspace prepared with this step's seq_lens. Default: made and prepared
+            by the call (one launch more, and allocations).
+        out: [T, Hq, Dv] in q's dtype, written in place. Default: allocated.
+        lse: [T, Hq] fp32, written in place. Default: allocated.
+        sliding_window: Only the last so many keys are seen, the query's own included. Default: all.
+        softcap: Scores become softcap * tanh(score / softcap), before masking. Default: none.
+        sinks: fp32 [Hq], one more logit a head in the denominator; under a shard on rank 0 only. A
+            row with a sink and no key has out 0 and lse = sink. Default: none.
+        k_scale, v_scale: Not supported yet.
+
+    Returns:
+        AttnState(out, lse). A row that sees no key (empty request, empty shard, padding) gives
+        out = 0 and lse = -inf.
+
+    Raises:
+        ValueError: An argument breaks the contract; the message says which, what was expected and
+            what was given. Raised before any launch and without a device sync.
+        NotImplementedError: kv_layout='SHUFFLE', an fp8 cache, k_scale or v_scale.
+
+    Notes:
+        Launches: 2 with a prepared workspace or with num_splits > 1, 1 with num_splits = 1.
+        Graph capture: safe with workspace (or num_splits), out and lse given; seq_lens, block_table
+        and q are read on the device, so they may change in place between replays.
+        Accumulates in fp32. The same inputs give the same bits; another num_splits does not.
+        CPU: runs through Triton's interpreter; bf16 is computed in fp32 and rounded once.
+
+    Source:
+        Flash-decoding (split KV, merge by LSE). Written here.
+    """
+    a = check_decode_arguments(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        softmax_scale=softmax_scale,
+        kv_layout=kv_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        shard=shard,
+        global_seq_lens=global_seq_lens,
+        num_splits=num_splits,
+        out=out,
+        lse=lse,
+    )
+    if workspace is not None:
+        _check_workspace(workspace, a)
+    if out is None:
+        out = torch.empty(
+            a.num_tokens, a.num_q_heads, a.head_dim_v, dtype=q.dtype, device=q.device
+        )
+    if lse is None:
+        lse = torch.empty(a.num_tokens, a.num_q_heads, dtype=torch.float32, device=q.device)
+    if a.num_tokens == 0:
+        return AttnState(out, lse)
+    if a.num_requests == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return AttnState(out, lse)
+    if workspace is None and num_splits is None:
+        workspace = DecodeWorkspace(
+            a.num_requests,
+            a.num_q_heads,
+            a.num_kv_heads,
+            a.head_dim,
+            head_dim_v=a.head_dim_v,
+            max_query_len=max_query_len,
+            kv_dtype=k_cache.dtype,
+            max_seq_len=max(1, a.max_pages * a.page_size),
+            device=q.device,
+        )
+        workspace.prepare(
+            seq_lens,
+            global_seq_lens=global_seq_lens,
+            query_start_loc=query_start_loc,
+            sliding_window=sliding_window,
+            shard=shard,
+        )
+    rounded = interpreter_safe(out)
+    _launch(a, workspace=workspace, out=rounded, lse=lse)
+    if rounded is not out:
+        out.copy_(rounded)
+    return AttnState(out, lse)
+
+
+def _check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
+    """Raise unless the workspace fits the call and, where its table is used, is prepared for it."""
+    wanted = {
+        "num_q_heads": a.num_q_heads,
+        "num_kv_heads": a.num_kv_heads,
+        "head_dim": a.head_dim,
+        "head_dim_v": a.head_dim_v,
+        "device": a.q.device,
+    }
+    for name, value in wanted.items():
+        if getattr(workspace, name) != value:
+            fail("workspace", f"one made for {name}={value}", f"{name}={getattr(workspace, name)}")
+    if workspace.max_query_len < a.max_query_len:
+        fail(
+            "workspace",
+            f"one made for max_query_len >= {a.max_query_len}",
+            f"max_query_len={workspace.max_query_len}",
+        )
+    if a.num_splits is not None:
+        if a.num_requests * a.num_splits > workspace.max_items:
+            fail(
+                "workspace",
+                f"max_items >= num_requests * num_splits = {a.num_requests * a.num_splits}",
+                f"max_items={workspace.max_items}",
+            )
+        return
+    if workspace.prepared is None:
+        fail(
+            "workspace",
+            "a prepared one: call workspace.prepare(seq_lens) once a step",
+            "unprepared",
+        )
+    if workspace.prepared[0] != a.num_requests:
+        fail(
+            "workspace",
+            f"one prepared for this call's {a.num_requests} requests",
+            f"one prepared for {workspace.prepared[0]}",
+        )
+
+
+def _launch(
+    a: DecodeArguments,
+    *,
+    workspace: DecodeWorkspace | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Launch the decode kernel and, where a request can be split, the reduce kernel."""
+    num_splits = a.num_splits
+    device = device_of(a.q.device)
+    group = a.num_q_heads // a.num_kv_heads
+    q, k_cache, v_cache = map(interpreter_safe, (a.q, a.k_cache, a.v_cache))
+    k_strides, v_strides = _strides(k_cache, a.kv_layout), _strides(v_cache, a.kv_layout)
+    if workspace is not None:
+        config, partial_query_len = workspace.config, workspace.max_query_len
+    else:
+        config, partial_query_len = _config_for_fixed_splits(a, device.arch), a.max_query_len
+    block_m = query_rows(group, a.max_query_len)
+    row_blocks = triton.cdiv(group * a.max_query_len, block_m)
+    has_items = num_splits is None
+    if has_items:
+        num_items = workspace.items_for(a.num_requests)
+        num_reduced = workspace.split_requests_for(a.num_requests)
+    else:
+        num_items = a.num_requests * num_splits
+        num_reduced = a.num_requests if num_splits > 1 else 0
+    partial_out, partial_lse = out, lse
+    if num_reduced and workspace is not None:
+        partial_out, partial_lse = workspace.partial_out, workspace.partial_lse
+    elif num_reduced:
+        rows = (num_items, partial_query_len, a.num_q_heads)
+        partial_out = torch.empty(*rows, a.head_dim_v, dtype=torch.float32, device=a.q.device)
+        partial_lse = torch.empty(*rows, dtype=torch.float32, device=a.q.device)
+    shard = a.shard if a.shard is not None else Shard(0, 1)
+    query_start_loc = a.seq_lens if a.query_start_loc is None else a.query_start_loc
+    early = device.dependent_launch and num_reduced > 0
+    shared = dict(
+        seq_lens_ptr=a.seq_lens,
+        total_lens_ptr=a.total_lens,
+        query_start_loc_ptr=query_start_loc,
+        sinks_ptr=a.seq_lens if a.sinks is None else a.sinks,
+        out_ptr=out,
+        lse_ptr=lse,
+        partial_out_ptr=partial_out,
+        partial_lse_ptr=partial_lse,
+        num_splits=num_splits or 0,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_lse_t=lse.stride(0),
+        stride_lse_h=lse.stride(1),
+        HEAD_DIM_V=a.head_dim_v,
+        PARTIAL_QUERY_LEN=partial_query_len,
+        HAS_ITEMS=has_items,
+        HAS_QUERY_START_LOC=a.query_start_loc is not None,
+        HAS_SINKS=a.sinks is not None,
+        WINDOW=a.sliding_window or 0,
+        SHARD_RANK=shard.rank,
+        SHARD_SIZE=shard.size,
+        INTERLEAVE=shard.interleave_size,
+    )
+    kernels._decode_kernel[(a.num_kv_heads * row_blocks, num_items)](
+        q_ptr=q,
+        k_ptr=k_cache,
+        v_ptr=v_cache,
+        block_table_ptr=a.block_table,
+        items_ptr=workspace.items if has_items else a.seq_lens,
+        softmax_scale=a.softmax_scale,
+        softcap=a.softcap or 0.0,
+        num_requests=a.num_requests,
+        num_tokens=a.num_tokens,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_k_p=k_strides[0],
+        stride_k_t=k_strides[1],
+        stride_k_h=k_strides[2],
+        stride_v_p=v_strides[0],
+        stride_v_t=v_strides[1],
+        stride_v_h=v_strides[2],
+        stride_bt=a.block_table.stride(0),
+        NUM_KV_HEADS=a.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=a.head_dim,
+        PAGE_SIZE=a.page_size,
+        CAUSAL=a.max_query_len > 1,
+        HAS_PARTIALS=num_reduced > 0,
+        HAS_SOFTCAP=a.softcap is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=triton.next_power_of_2(a.head_dim),
+        BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
+        STAGES=config.num_stages,
+        EARLY_LAUNCH=early,
+        num_warps=config.num_warps,
+        **shared,
+    )
+    if not num_reduced:
+        return
+    columns = min(config.reduce_columns, triton.next_power_of_2(a.head_dim_v))
+    grid = (a.num_q_heads, triton.cdiv(a.head_dim_v, columns), num_reduced * a.max_query_len)
+    kernels._reduce_kernel[grid](
+        split_requests_ptr=workspace.split_requests if has_items else a.seq_lens,
+        NUM_Q_HEADS=a.num_q_heads,
+        MAX_QUERY_LEN=a.max_query_len,
+        TILE=config.block_n,
+        BLOCK_S=config.reduce_splits,
+        BLOCK_C=columns,
+        WAIT_LAUNCH=early,
+        num_warps=config.reduce_warps,
+        **({"launch_pdl": True} if early else {}),
+        **shared,
+    )
+
+
+def _config_for_fixed_splits(a: DecodeArguments, arch: str) -> DecodeConfig:
+    """Return the config of a call without a workspace; block_table's width stands for lengths."""
+    return choose_config(
+        head_dim=a.head_dim,
+        head_dim_v=a.head_dim_v,
+        itemsize=4 if INTERPRETED else a.k_cache.dtype.itemsize,
+        max_tokens=a.num_requests * a.max_pages * a.page_size * a.num_kv_heads,
+        num_splits_hint=a.num_splits,
+        arch=arch,
+    )
+
+
+def _strides(cache: torch.Tensor, kv_layout: str) -> tuple[int, int, int]:
+    """Return the strides of a page, a token and a head (of the copy the interpreter may use)."""
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    return cache.stride(0), cache.stride(token), cache.stride(head)

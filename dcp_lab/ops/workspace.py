@@ -1,0 +1,265 @@
+"""Launch configs of the decode kernels and the workspace that a captured graph can point to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton
+
+from dcp_lab.kernels import INTERPRETED
+from dcp_lab.kernels import decode as kernels
+from dcp_lab.ops.checks import check_positive_int, check_tensor, fail
+from dcp_lab.sharding import Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Launch knobs of `_decode_kernel` and `_reduce_kernel`.
+
+    Attributes:
+        block_n: KV tokens a tile.
+        num_warps, num_stages: Of the decode kernel; num_stages counts the software pipeline.
+        slots_per_sm: Work items aimed at per multiprocessor (CU on AMD).
+        min_split_tokens: No piece of a split request is shorter.
+        reduce_splits: Partials the reduce kernel loads at once.
+        reduce_columns, reduce_warps: Head-dim columns and warps of a reduce program.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    slots_per_sm: int = 2
+    min_split_tokens: int = 64
+    reduce_splits: int = 16
+    reduce_columns: int = 64
+    reduce_warps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What of a device the launch plan depends on."""
+
+    arch: str
+    num_sms: int
+    dependent_launch: bool
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Return the launch-relevant facts of a device: 'cuda', 'hip' or 'interpreter', SMs, PDL."""
+    if INTERPRETED:
+        # Few slots: the interpreter runs programs one after the other.
+        return Device("interpreter", 4, False)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device("hip", properties.multi_processor_count, False)
+    return Device("cuda", properties.multi_processor_count, properties.major >= 9)
+
+
+def choose_config(
+    *,
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    max_tokens: int,
+    num_splits_hint: int,
+    arch: str,
+) -> DecodeConfig:
+    """Return the launch config for a shape; it depends on nothing that was timed on this machine.
+
+    Args:
+        head_dim, head_dim_v: Elements.
+        itemsize: Bytes of a KV element in the kernel.
+        max_tokens: KV tokens x KV heads a call reads at most, all requests.
+        num_splits_hint: Pieces a request is cut into when all requests are alike.
+        arch: 'cuda', 'hip' or 'interpreter'.
+    """
+    width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(head_dim_v)
+    # 64 tokens of 128 + 128 bf16 (32 KB) is the measured optimum above 32k tokens, 32 tokens with 2
+    # warps below (H200, 16 x 2k: 9.98 us against 10.5; 64 x 8k: 69.4 against 71.3). Other widths keep
+    # the bytes of a tile.
+    block_n = 64 if max_tokens > 32768 else 32
+    block_n = max(16, min(128, block_n * 512 // (width * itemsize)))
+    num_warps = 4 if max_tokens > 32768 else 2
+    # Up to 128 pieces one warp and 64 columns won at every shape, beyond that 4 warps and 32 columns
+    # (H200, 1 x 64k in 256 pieces: 14.5 us against 15.8).
+    if num_splits_hint > 128:
+        reduce = {"reduce_splits": 128, "reduce_columns": 32, "reduce_warps": 4}
+    elif num_splits_hint > 16:
+        reduce = {"reduce_splits": 64, "reduce_columns": 32, "reduce_warps": 1}
+    else:
+        reduce = {"reduce_splits": 16, "reduce_columns": 64, "reduce_warps": 1}
+    if arch == "hip":
+        # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. Not measured here.
+        return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2, **reduce)
+    return DecodeConfig(block_n=block_n, num_warps=num_warps, num_stages=3, **reduce)
+
+
+def query_rows(group: int, max_query_len: int) -> int:
+    """Return the rows of a query tile: a power of two from 16 to 64."""
+    return max(16, min(64, triton.next_power_of_2(group * max_query_len)))
+
+
+class DecodeWorkspace:
+    """Buffers and the work table of paged_decode, made once and shared by all layers.
+
+    Sized for the largest call; never grows, moves or allocates afterwards, so a captured graph may
+    point to it. `prepare` cuts the requests into work items on the device: one launch a step, all
+    layers use the same table.
+
+    Args:
+        max_requests: Most requests a call may have.
+        num_q_heads, num_kv_heads, head_dim: Of the calls.
+        head_dim_v: Default: head_dim.
+        max_query_len: Most query tokens a request may have in a call. Default: 1.
+        kv_dtype: Dtype of the cache. Default: bf16.
+        max_seq_len: Longest request expected; only picks tile shapes, a longer one stays correct.
+            Default: 4096.
+        max_items: Most work items of a step. Default: chosen from the device's multiprocessors.
+        device: Default: the current GPU, or the CPU under the interpreter.
+
+    Raises:
+        ValueError: A size is not an int >= 1, or max_items < max_requests.
+
+    Notes:
+        Graph capture: `prepare` and the decode call may both be captured; or prepare once a step
+        before the replay. Contents are valid until the next prepare.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        max_query_len: int = 1,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        max_seq_len: int = 4096,
+        max_items: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.max_requests = check_positive_int("max_requests", max_requests)
+        self.num_q_heads = check_positive_int("num_q_heads", num_q_heads)
+        self.num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
+        if num_q_heads % num_kv_heads:
+            fail("num_q_heads", f"a multiple of num_kv_heads={num_kv_heads}", num_q_heads)
+        self.head_dim = check_positive_int("head_dim", head_dim, at_most=256)
+        self.head_dim_v = check_positive_int(
+            "head_dim_v", head_dim if head_dim_v is None else head_dim_v, at_most=256
+        )
+        self.max_query_len = check_positive_int("max_query_len", max_query_len)
+        check_positive_int("max_seq_len", max_seq_len)
+        if device is None:
+            device = "cpu" if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        facts = device_of(self.device)
+        self.block_m = query_rows(num_q_heads // num_kv_heads, max_query_len)
+        self.row_blocks = triton.cdiv(num_q_heads // num_kv_heads * max_query_len, self.block_m)
+        slots = self._slots(facts, 2)
+        self.config = choose_config(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            itemsize=4 if INTERPRETED else kv_dtype.itemsize,
+            max_tokens=max_requests * max_seq_len * num_kv_heads,
+            num_splits_hint=min(slots // max_requests, triton.cdiv(max_seq_len, 64)),
+            arch=facts.arch,
+        )
+        self._slots_target = self._slots(facts, self.config.slots_per_sm)
+        if max_items is not None:
+            check_positive_int("max_items", max_items)
+            if max_items < max_requests:
+                fail("max_items", f"an int >= max_requests={max_requests}", max_items)
+        self._max_items = max_items
+        self.max_items = self.items_for(max_requests)
+        empty = functools.partial(torch.empty, device=self.device)
+        self.items = empty(self.max_items, kernels.ITEM_FIELDS, dtype=torch.int32)
+        self.split_requests = empty(self.max_requests, kernels.ITEM_FIELDS, dtype=torch.int32)
+        rows = (self.max_items, self.max_query_len, self.num_q_heads)
+        self.partial_out = empty(*rows, self.head_dim_v, dtype=torch.float32)
+        self.partial_lse = empty(*rows, dtype=torch.float32)
+        self.prepared: tuple[object, ...] | None = None
+
+    def _slots(self, facts: Device, slots_per_sm: int) -> int:
+        return max(1, facts.num_sms * slots_per_sm // (self.num_kv_heads * self.row_blocks))
+
+    def items_for(self, num_requests: int) -> int:
+        """Return the items (grid size) of a call with this many requests.
+
+        As many as there are slots; with more requests than that, one each and an eighth of the slots
+        on top, so that one long request among many short ones can still be split.
+        """
+        if self._max_items is not None:
+            return self._max_items
+        return max(self._slots_target, num_requests + max(1, self._slots_target // 8))
+
+    def split_requests_for(self, num_requests: int) -> int:
+        """Return how many of so many requests can be split at most: each takes an item more."""
+        return min(num_requests, self.items_for(num_requests) - num_requests)
+
+    def memory_bytes(self) -> int:
+        """Return the device memory this workspace holds."""
+        tensors = (self.items, self.split_requests, self.partial_out, self.partial_lse)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def prepare(
+        self,
+        seq_lens: torch.Tensor,
+        *,
+        global_seq_lens: torch.Tensor | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """Cut this step's requests into work items: one launch, for all layers.
+
+        Args:
+            seq_lens: int32 [B], tokens in this cache, B <= max_requests.
+            global_seq_lens, query_start_loc, sliding_window, shard: As given to paged_decode; only
+                a sliding window needs them.
+
+        Raises:
+            ValueError: seq_lens is not int32 [B] on this device or B > max_requests.
+
+        Notes:
+            Safe under graph capture; no sync, no allocation.
+        """
+        check_tensor("seq_lens", seq_lens, dtypes=(torch.int32,), shape=("B",), device=self.device)
+        num_requests = seq_lens.shape[0]
+        if num_requests > self.max_requests:
+            fail("seq_lens", f"at most max_requests={self.max_requests} requests", seq_lens)
+        if not seq_lens.is_contiguous():
+            fail("seq_lens", "a contiguous tensor", f"stride {seq_lens.stride()}")
+        self.prepared = (num_requests, sliding_window, shard if sliding_window else None)
+        if num_requests == 0:
+            return
+        if sliding_window and shard is not None and global_seq_lens is None:
+            fail("global_seq_lens", "int32 [B], needed by a sliding window under a shard", None)
+        block_b = triton.next_power_of_2(num_requests)
+        window_shard = shard if shard is not None and sliding_window else Shard(0, 1)
+        kernels._plan_kernel[(1,)](
+            seq_lens_ptr=seq_lens,
+            total_lens_ptr=seq_lens if global_seq_lens is None else global_seq_lens,
+            query_start_loc_ptr=seq_lens if query_start_loc is None else query_start_loc,
+            items_ptr=self.items,
+            split_requests_ptr=self.split_requests,
+            num_requests=num_requests,
+            num_items=self.items_for(num_requests),
+            num_split_requests=self.split_requests_for(num_requests),
+            min_tiles=max(1, self.config.min_split_tokens // self.config.block_n),
+            TILE=self.config.block_n,
+            HAS_QUERY_START_LOC=query_start_loc is not None,
+            WINDOW=sliding_window or 0,
+            SHARD_RANK=window_shard.rank,
+            SHARD_SIZE=window_shard.size,
+            INTERLEAVE=window_shard.interleave_size,
+            BLOCK_B=block_b,
+            BLOCK_S=max(2, min(64, 4096 // block_b)),
+            SEARCH_STEPS=24,
+            num_warps=4 if block_b <= 256 else 8,
+        )
