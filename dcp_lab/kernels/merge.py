@@ -1,0 +1,344 @@
+"""Merging attention states by their LSE, and what the reducers do before and after the wire.
+
+    lse = ln sum_n exp(lse_n),  out = sum_n exp(lse_n - lse) out_n
+
+`_merge_kernel` computes this for N stacked states. `_pack_kernel` writes a rank's heads, bit for
+bit, into the chunks that an all-to-all sends; `_rescale_kernel` multiplies a rank's out by its
+weight exp(lse_n - lse), after which a plain sum over ranks is the merge. In all three an LSE of
+NaN or +inf marks an empty shard, as -inf does, and whatever stands in out beside it counts as
+nothing.
+
+Every program handles one token and a block of its heads and goes through the ranks in order, so
+the same inputs give the same bits.
+
+Source: the merge of online softmax (Milakov and Gimelshein, arXiv 1805.02867). Written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from dcp_lab.kernels import INTERPRETED, interpreter_safe
+
+
+@triton.jit
+def clean_lse(lse):
+    """Return lse with NaN and +inf, which mark an empty shard, as -inf."""
+    return tl.where(lse < float("inf"), lse, float("-inf"))
+
+
+@triton.jit
+def merge_step(lse, lse_max, weight_sum):
+    """Take one more natural-log LSE into a running sum of weights over the running maximum.
+
+    Returns (weight of lse, factor for everything summed before, new maximum, new sum of weights).
+    """
+    new_max = tl.maximum(lse_max, lse)
+    # Nothing but empty shards so far: -inf - -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp(lse - shift)
+    factor = tl.exp(lse_max - shift)
+    return weight, factor, new_max, weight_sum * factor + weight
+
+
+@triton.jit
+def merged_lse(lse_max, weight_sum):
+    """Return (merged LSE, divisor for out): (-inf, 1) when all shards are empty."""
+    divisor = tl.where(weight_sum > 0.0, weight_sum, 1.0)
+    return lse_max + tl.log(divisor), divisor
+
+
+@triton.jit
+def _merge_kernel(
+    outs_ptr,
+    lses_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_outs_n,
+    stride_outs_t,
+    stride_outs_h,
+    stride_lses_n,
+    stride_lses_t,
+    stride_lses_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    num_heads,
+    NUM_STATES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (T, cdiv(H, BLOCK_H)): merge NUM_STATES states of one token and a block of heads."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_h = h < num_heads
+    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
+    # [BLOCK_H], [BLOCK_H, BLOCK_D]; moved by one state a turn, so no product can wrap in 32 bits.
+    lses_ptrs = lses_ptr + t * stride_lses_t + h * stride_lses_h
+    outs_ptrs = outs_ptr + t * stride_outs_t + (h * stride_outs_h)[:, None] + offs_d[None, :]
+
+    lse_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    # Unrolled so that the loads of up to 8 states are in flight together.
+    for _ in tl.range(NUM_STATES, loop_unroll_factor=8):
+        state_lse = clean_lse(tl.load(lses_ptrs, mask=mask_h, other=float("-inf")))
+        # Not masked by emptiness: the load need not wait for the LSE.
+        state_out = tl.load(outs_ptrs, mask=mask, other=0.0).to(tl.float32)
+        state_out = tl.where((state_lse == float("-inf"))[:, None], 0.0, state_out)
+        weight, factor, lse_max, weight_sum = merge_step(state_lse, lse_max, weight_sum)
+        acc = acc * factor[:, None] + state_out * weight[:, None]
+        lses_ptrs += stride_lses_n
+        outs_ptrs += stride_outs_n
+    lse, divisor = merged_lse(lse_max, weight_sum)
+    acc = acc / divisor[:, None]
+
+    out_ptrs = out_ptr + t * stride_out_t + (h * stride_out_h)[:, None] + offs_d[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + t * stride_lse_t + h * stride_lse_h, lse, mask=mask_h)
+
+
+@triton.jit
+def _pack_kernel(
+    out_ptr,
+    lse_ptr,
+    send_out_ptr,
+    send_lse_ptr,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    stride_send_out_r,
+    stride_send_out_t,
+    stride_send_lse_r,
+    stride_send_lse_t,
+    num_heads,
+    HEADS_PER_RANK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (T, cdiv(H, BLOCK_H)): copy heads of one token into their owners' chunks."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    owner = (h // HEADS_PER_RANK).to(tl.int64)
+    local_h = h % HEADS_PER_RANK
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_h = h < num_heads
+    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
+    h = h.to(tl.int64)
+
+    lse = clean_lse(
+        tl.load(
+            lse_ptr + t * stride_lse_t + h * stride_lse_h,
+            mask=mask_h,
+            other=float("-inf"),
+        )
+    )
+    send_lse_ptrs = send_lse_ptr + owner * stride_send_lse_r + t * stride_send_lse_t + local_h
+    tl.store(send_lse_ptrs, lse, mask=mask_h)
+    # out travels as integers of its width: a copy of the bits, in every dtype and in the
+    # interpreter.
+    out_ptrs = out_ptr + t * stride_out_t + (h * stride_out_h)[:, None] + offs_d[None, :]
+    send_row = owner * stride_send_out_r + t * stride_send_out_t + local_h * HEAD_DIM
+    tl.store(
+        send_out_ptr + send_row[:, None] + offs_d[None, :],
+        tl.load(out_ptrs, mask=mask, other=0),
+        mask=mask,
+    )
+
+
+@triton.jit
+def _rescale_kernel(
+    out_ptr,
+    lses_ptr,
+    send_ptr,
+    lse_ptr,
+    rank,
+    stride_out_t,
+    stride_out_h,
+    stride_lses_n,
+    stride_lses_t,
+    stride_send_r,
+    stride_send_t,
+    stride_lse_t,
+    num_heads,
+    NUM_RANKS: tl.constexpr,
+    HEADS_PER_RANK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (T, cdiv(H, BLOCK_H)): weigh out by exp(lse_rank - lse), store own heads' lse."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    owner = h // HEADS_PER_RANK
+    local_h = h % HEADS_PER_RANK
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_h = h < num_heads
+    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
+
+    # [BLOCK_H]
+    lses_ptrs = lses_ptr + t * stride_lses_t + h
+    lse_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_H], tl.float32)
+    own_lse = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    for n in tl.range(NUM_RANKS, loop_unroll_factor=8):
+        rank_lse = clean_lse(tl.load(lses_ptrs, mask=mask_h, other=float("-inf")))
+        own_lse = tl.where(rank == n, rank_lse, own_lse)
+        _, _, lse_max, weight_sum = merge_step(rank_lse, lse_max, weight_sum)
+        lses_ptrs += stride_lses_n
+    lse, divisor = merged_lse(lse_max, weight_sum)
+    shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
+    weight = tl.exp(own_lse - shift) / divisor
+
+    # [BLOCK_H, BLOCK_D]
+    out_ptrs = (
+        out_ptr + t * stride_out_t + (h.to(tl.int64) * stride_out_h)[:, None] + offs_d[None, :]
+    )
+    out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    out = tl.where((own_lse == float("-inf"))[:, None], 0.0, out * weight[:, None])
+    send_row = owner.to(tl.int64) * stride_send_r + t * stride_send_t + local_h * HEAD_DIM
+    tl.store(
+        send_ptr + send_row[:, None] + offs_d[None, :],
+        out.to(send_ptr.dtype.element_ty),
+        mask=mask,
+    )
+    tl.store(lse_ptr + t * stride_lse_t + local_h, lse, mask=mask_h & (owner == rank))
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeConfig:
+    """Launch knobs of merge, pack and rescale; none changes a bit of the result.
+
+    Attributes:
+        block_heads: Heads of one token a program handles, a power of two.
+        num_warps: Warps a program.
+    """
+
+    block_heads: int = 1
+    num_warps: int = 1
+
+    @classmethod
+    def from_shape(cls, num_heads: int) -> MergeConfig:
+        """Return the config for this many heads.
+
+        One head and one warp a program: a kernel of the same work, the reduction of split-KV
+        decode at 16 requests x 2,000 tokens on an H200, took 10.5, 10.9, 11.3 and 12.9 us with
+        its decode kernel for 1, 2, 4 and 8 warps. The interpreter runs programs one after the
+        other, so there one takes all heads of a token.
+        """
+        return cls(block_heads=triton.next_power_of_2(num_heads)) if INTERPRETED else cls()
+
+
+def launch_merge(
+    *, outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Merge outs [N, T, H, D] and lses [N, T, H] into out [T, H, D] and lse [T, H]; one launch."""
+    num_states, num_tokens, num_heads, head_dim = outs.shape
+    config = MergeConfig.from_shape(num_heads)
+    outs, rounded = interpreter_safe(outs), interpreter_safe(out)
+    with torch.cuda.device_of(outs):
+        _merge_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
+            outs_ptr=outs,
+            lses_ptr=lses,
+            out_ptr=rounded,
+            lse_ptr=lse,
+            stride_outs_n=outs.stride(0),
+            stride_outs_t=outs.stride(1),
+            stride_outs_h=outs.stride(2),
+            stride_lses_n=lses.stride(0),
+            stride_lses_t=lses.stride(1),
+            stride_lses_h=lses.stride(2),
+            stride_out_t=rounded.stride(0),
+            stride_out_h=rounded.stride(1),
+            stride_lse_t=lse.stride(0),
+            stride_lse_h=lse.stride(1),
+            num_heads=num_heads,
+            NUM_STATES=num_states,
+            HEAD_DIM=head_dim,
+            BLOCK_H=config.block_heads,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            num_warps=config.num_warps,
+        )
+    if rounded is not out:
+        out.copy_(rounded)
+
+
+def launch_pack(
+    *, out: torch.Tensor, lse: torch.Tensor, send_out: torch.Tensor, send_lse: torch.Tensor
+) -> None:
+    """Copy out [T, R * H, D] and lse [T, R * H] into send_out [R, T, H, D] and send_lse [R, T, H].
+
+    Inside a chunk send_out and send_lse are dense. One launch.
+    """
+    _, num_tokens, heads_per_rank, head_dim = send_out.shape
+    num_heads = out.shape[1]
+    config = MergeConfig.from_shape(num_heads)
+    bits = torch.int32 if out.element_size() == 4 else torch.int16
+    with torch.cuda.device_of(out):
+        _pack_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
+            out_ptr=out.view(bits),
+            lse_ptr=lse,
+            send_out_ptr=send_out.view(bits),
+            send_lse_ptr=send_lse,
+            stride_out_t=out.stride(0),
+            stride_out_h=out.stride(1),
+            stride_lse_t=lse.stride(0),
+            stride_lse_h=lse.stride(1),
+            stride_send_out_r=send_out.stride(0),
+            stride_send_out_t=send_out.stride(1),
+            stride_send_lse_r=send_lse.stride(0),
+            stride_send_lse_t=send_lse.stride(1),
+            num_heads=num_heads,
+            HEADS_PER_RANK=heads_per_rank,
+            HEAD_DIM=head_dim,
+            BLOCK_H=config.block_heads,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            num_warps=config.num_warps,
+        )
+
+
+def launch_rescale(
+    *, rank: int, out: torch.Tensor, lses: torch.Tensor, send: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Write this rank's weighted out into send [R, T, H, D], the LSE of its heads into lse [T, H].
+
+    out is [T, R * H, D]; lses [R, T, R * H], dense in the last dim, holds every rank's. One
+    launch.
+    """
+    num_ranks, num_tokens, heads_per_rank, head_dim = send.shape
+    num_heads = out.shape[1]
+    config = MergeConfig.from_shape(num_heads)
+    out, rounded = interpreter_safe(out), interpreter_safe(send)
+    with torch.cuda.device_of(out):
+        _rescale_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
+            out_ptr=out,
+            lses_ptr=lses,
+            send_ptr=rounded,
+            lse_ptr=lse,
+            rank=rank,
+            stride_out_t=out.stride(0),
+            stride_out_h=out.stride(1),
+            stride_lses_n=lses.stride(0),
+            stride_lses_t=lses.stride(1),
+            stride_send_r=rounded.stride(0),
+            stride_send_t=rounded.stride(1),
+            stride_lse_t=lse.stride(0),
+            num_heads=num_heads,
+            NUM_RANKS=num_ranks,
+            HEADS_PER_RANK=heads_per_rank,
+            HEAD_DIM=head_dim,
+            BLOCK_H=config.block_heads,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            num_warps=config.num_warps,
+        )
+    if rounded is not send:
+        send.copy_(rounded)
