@@ -93,8 +93,8 @@ class PagedCase:
                 query_start_loc.
             padding_rows: Rows of q behind the last request's; needs query_lens.
             shard: Keep this rank's tokens only. Default: all.
-            fused: "pages": K and V are views of one tensor [P, 2, ...]; "dims": views of one whose
-                last dimension is D + Dv. Default: two tensors.
+            fused: "pages": K and V are views of one tensor whose pages hold K, then V; "dims":
+                views of one whose last dimension is D + Dv. Default: two tensors.
             spare_pages: Physical pages that no request owns.
             spare_columns: Columns of block_table behind those of the longest request.
             device: Where the tensors live.
@@ -221,8 +221,9 @@ def _fuse(
     if fused is None:
         return k_cache, v_cache
     if fused == "pages":
-        both = torch.stack([k_cache, v_cache], dim=1)
-        return both[:, 0], both[:, 1]
+        both = torch.cat([k_cache.flatten(1), v_cache.flatten(1)], dim=1)
+        k_part, v_part = both.split([k_cache[0].numel(), v_cache[0].numel()], dim=1)
+        return k_part.unflatten(1, k_cache.shape[1:]), v_part.unflatten(1, v_cache.shape[1:])
     if fused == "dims":
         both = torch.cat([k_cache, v_cache], dim=-1)
         return both[..., : k_cache.shape[-1]], both[..., k_cache.shape[-1] :]

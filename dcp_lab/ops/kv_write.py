@@ -1,0 +1,117 @@
+"""write_kv: put new tokens' K and V into a paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from dcp_lab.kernels import INTERPRETED
+from dcp_lab.kernels import kv_write as kernels
+from dcp_lab.ops.arguments import check_kv_cache
+from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor
+from dcp_lab.ops.copies import as_bits, choose_copy_config
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_layout: str = "NHD",
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+) -> None:
+    """Write each token's K and V into its slot of the paged caches, in place.
+
+    k_cache[slot // page, slot % page] = key[t],  slot = slot_mapping[t], skipped where it is -1
+
+    Args:
+        key: [T, Hkv, D] fp32, fp16 or bf16, last dimension contiguous; cast to the cache's dtype.
+        value: [T, Hkv, Dv] in key's dtype.
+        k_cache: [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND) fp32, fp16 or bf16, any strides
+            with a contiguous last dimension.
+        v_cache: The same with Dv.
+        slot_mapping: int64 [T], page * page_size + place in the page; -1 skips the token.
+        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
+        k_scale, v_scale: Not supported yet.
+
+    Raises:
+        ValueError: An argument breaks the contract; the message names it, what was expected and
+            what was given.
+        NotImplementedError: kv_layout='SHUFFLE', an fp8 cache, k_scale or v_scale.
+
+    Notes:
+        One launch, no sync, no allocation: safe under graph capture.
+        Slots cannot be checked without a sync. One outside the cache (below 0, or
+        P * page_size and above) writes nothing; of two tokens with the same slot either may win.
+        CPU: runs through Triton's interpreter; casts that touch bf16 are done by torch there.
+
+    Source:
+        Written here; slots as in vLLM's reshape_and_cache_flash (Apache-2.0).
+    """
+    cache = check_kv_cache(k_cache, v_cache, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale)
+    device, heads = k_cache.device, cache.num_kv_heads
+    check_tensor(
+        "key",
+        key,
+        dtypes=FLOAT_DTYPES,
+        shape=["T", f"Hkv={heads}", f"D={cache.head_dim}"],
+        device=device,
+        last_contiguous=True,
+    )
+    num_tokens = key.shape[0]
+    check_tensor(
+        "value",
+        value,
+        dtypes=(key.dtype,),
+        shape=[f"T={num_tokens}", f"Hkv={heads}", f"Dv={cache.head_dim_v}"],
+        device=device,
+        last_contiguous=True,
+    )
+    check_tensor(
+        "slot_mapping",
+        slot_mapping,
+        dtypes=(torch.int64,),
+        shape=[f"T={num_tokens}"],
+        device=device,
+        last_contiguous=True,
+    )
+    if num_tokens == 0:
+        return
+    if key.dtype == k_cache.dtype:
+        key, value, k_cache, v_cache = map(as_bits, (key, value, k_cache, v_cache))
+    elif INTERPRETED and torch.bfloat16 in (key.dtype, k_cache.dtype):
+        # The interpreter truncates where it should round.
+        key, value = as_bits(key.to(k_cache.dtype)), as_bits(value.to(k_cache.dtype))
+        k_cache, v_cache = as_bits(k_cache), as_bits(v_cache)
+    num_rows = num_tokens * heads
+    config = choose_copy_config(num_rows, max(cache.head_dim, cache.head_dim_v), device)
+    kernels._write_kv_kernel[(triton.cdiv(num_rows, config.block_rows),)](
+        key_ptr=key,
+        value_ptr=value,
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
+        slot_mapping_ptr=slot_mapping,
+        num_rows=num_rows,
+        num_slots=cache.num_pages * cache.page_size,
+        stride_key_t=key.stride(0),
+        stride_key_h=key.stride(1),
+        stride_value_t=value.stride(0),
+        stride_value_h=value.stride(1),
+        stride_k_p=cache.k_strides[0],
+        stride_k_t=cache.k_strides[1],
+        stride_k_h=cache.k_strides[2],
+        stride_v_p=cache.v_strides[0],
+        stride_v_t=cache.v_strides[1],
+        stride_v_h=cache.v_strides[2],
+        NUM_KV_HEADS=heads,
+        HEAD_DIM=cache.head_dim,
+        HEAD_DIM_V=cache.head_dim_v,
+        PAGE_SIZE=cache.page_size,
+        BLOCK_R=config.block_rows,
+        BLOCK_D=triton.next_power_of_2(cache.head_dim),
+        BLOCK_DV=triton.next_power_of_2(cache.head_dim_v),
+        num_warps=config.num_warps,
+    )
