@@ -1,0 +1,360 @@
+"""Run notebooks through papermill: fresh kernels, recorded facts, bounded waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcp_lab.notebooks.books import Notebook, find, find_root, resolve
+from dcp_lab.notebooks.headlines import Headline, collect_headlines
+from dcp_lab.notebooks.outputs import RECORD_TAG, committable, differences
+from dcp_lab.notebooks.parameters import NotebookError
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+# Seconds a whole notebook may take. Far above what one should: it ends a hang, not a slow machine.
+TIMEOUT_S = {"teach": 600.0, "analyse": 600.0, "measure": 3600.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Where and why a notebook stopped.
+
+    Attributes:
+        cell: Index among the notebook's cells as they stand in the repository; -1: before any.
+        source: The cell's code.
+        error: Exception name and message.
+        traceback: The kernel's traceback, with terminal colours; "" if there is none.
+    """
+
+    cell: int
+    source: str
+    error: str
+    traceback: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One notebook's run.
+
+    Attributes:
+        notebook: What ran.
+        copy: The executed copy; partial if it failed.
+        seconds: Wall time, kernel start included.
+        headlines: Its headline numbers.
+        failure: Why it stopped, None if it did not.
+        stale: With check: where the committed outputs differ from this run.
+    """
+
+    notebook: Notebook
+    copy: Path
+    seconds: float
+    headlines: tuple[Headline, ...]
+    failure: Failure | None = None
+    stale: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran through and, where that was asked, its committed outputs are current."""
+        return self.failure is None and not self.stale
+
+
+class Listener:
+    """What `run` tells while it works; override what is of interest."""
+
+    def run_starts(self, notebooks: Sequence[Notebook]) -> None:
+        """Everything asked for is valid, these notebooks will run."""
+
+    def notebook_starts(self, notebook: Notebook, cells: int) -> None:
+        """A notebook with this many cells begins."""
+
+    def cell_starts(self, notebook: Notebook, index: int) -> None:
+        """Cell `index` of it begins."""
+
+    def notebook_ends(self, result: Result) -> None:
+        """It ended, well or not."""
+
+
+def gpu_present() -> bool:
+    """Return whether torch sees a CUDA or ROCm GPU."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def run(
+    names: Sequence[str] = (),
+    assignments: Sequence[str] = (),
+    *,
+    root: Path | None = None,
+    out_dir: Path | None = None,
+    timeout_s: float | None = None,
+    in_place: bool = False,
+    check: bool = False,
+    listener: Listener | None = None,
+) -> list[Result]:
+    """Run notebooks through papermill and return what came of each.
+
+    Each runs in a fresh kernel of this very Python. One that fails leaves its partial copy and the
+    rest still run. Executed copies go to out_dir/notebooks, the headline numbers of all of them to
+    out_dir/headline.json.
+
+    Args:
+        names: See `find`. Default: every teach and analyse notebook, and where a GPU is present
+            every measure notebook too.
+        assignments: 'name=value' overrides, see `resolve`.
+        root: The repository. Default: `find_root()`.
+        out_dir: Default: root/build.
+        timeout_s: Seconds a whole notebook may take. Default: TIMEOUT_S of its kind.
+        in_place: Write the outputs of those that succeed back into the notebook itself.
+        check: Compare with the outputs in the notebook itself; see `differences`.
+        listener: Told of progress.
+
+    Returns:
+        One result a notebook, in the order they ran.
+
+    Raises:
+        NotebookError: Before anything ran: an unknown notebook, an unknown parameter, a bad value,
+            or overrides together with in_place or check.
+
+    Notes:
+        With in_place and check, teach and analyse notebooks do not see a GPU, since committed
+        outputs are those of a CPU.
+    """
+    root = root or find_root()
+    out_dir = out_dir or root / "build"
+    listener = listener or Listener()
+    if assignments and (in_place or check):
+        raise NotebookError("committed outputs are those of the default parameters: leave out -p")
+    notebooks = [Notebook.read(path) for path in find(names, root)]
+    if not names and not gpu_present():
+        notebooks = [notebook for notebook in notebooks if notebook.kind != "measure"]
+    overrides = resolve(notebooks, assignments)
+
+    from dcp_lab.bench.record import provenance
+
+    facts = provenance()
+    listener.run_starts(notebooks)
+    results = []
+    for notebook in notebooks:
+        result = _execute(
+            notebook,
+            overrides[notebook.name],
+            copy=out_dir / "notebooks" / notebook.path.name,
+            facts=facts,
+            timeout_s=timeout_s or TIMEOUT_S[notebook.kind],
+            hide_gpu=(in_place or check) and notebook.kind != "measure",
+            listener=listener,
+        )
+        if result.failure is None and (check or in_place):
+            result = _compare_or_write(result, check=check, in_place=in_place)
+        listener.notebook_ends(result)
+        results.append(result)
+    _write_headlines(results, facts, out_dir / "headline.json")
+    return results
+
+
+def _execute(
+    notebook: Notebook,
+    overrides: Mapping[str, Any],
+    *,
+    copy: Path,
+    facts: Mapping[str, Any],
+    timeout_s: float,
+    hide_gpu: bool,
+    listener: Listener,
+) -> Result:
+    """Run one notebook into its copy."""
+    import nbformat
+    import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+    nb = nbformat.read(notebook.path, as_version=4)
+    num_cells = len(nb.cells)
+    listener.notebook_starts(notebook, num_cells)
+    # papermill puts a cell with the overrides behind the parameters cell.
+    injected_at = _parameters_index(nb) + 1 if overrides else len(nb.cells) + 1
+    _add_record(nb, notebook, overrides, facts)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    write_notebook(nb, copy)
+    current = -1
+
+    def as_committed(index: int) -> int:
+        return index - 1 if index >= injected_at else index
+
+    def cell_starts(cell: NotebookNode, cell_index: int) -> None:
+        nonlocal current
+        current = cell_index
+        listener.cell_starts(notebook, min(as_committed(cell_index), num_cells))
+
+    start = time.monotonic()
+    failure = None
+    with tempfile.TemporaryDirectory(prefix="dcp_lab_") as scratch:
+        try:
+            papermill.execute_notebook(
+                copy,
+                copy,
+                parameters=dict(overrides),
+                kernel_name="python3",
+                language="python",
+                progress_bar=False,
+                cwd=notebook.path.parent,
+                start_timeout=120,
+                kernel_manager_class=_kernel_manager_class(Path(scratch), hide_gpu=hide_gpu),
+                timeout_func=lambda cell: max(start + timeout_s - time.monotonic(), 1.0),
+                iopub_timeout=60,
+                record_timing=False,
+                coalesce_streams=True,
+                on_cell_start=cell_starts,
+            )
+        except papermill.PapermillExecutionError as error:
+            failure = Failure(
+                cell=as_committed(error.cell_index),
+                source=error.source,
+                error=f"{error.ename}: {error.evalue}",
+                traceback="\n".join(error.traceback),
+            )
+        except CellTimeoutError:
+            why = f"the notebook took longer than {timeout_s:g} s; its kernel was ended here"
+            failure = _mark_stopped(copy, current, as_committed(current), "TimeoutError", why)
+        except DeadKernelError:
+            why = "the kernel died in this cell (out of memory is the usual reason)"
+            failure = _mark_stopped(copy, current, as_committed(current), "DeadKernelError", why)
+        except RuntimeError as error:
+            # jupyter_client's only word for a kernel that never answered.
+            if current >= 0:
+                raise
+            failure = Failure(-1, "", f"the kernel did not start: {error}")
+    headlines = tuple(collect_headlines(nbformat.read(copy, as_version=4)))
+    return Result(notebook, copy, time.monotonic() - start, headlines, failure)
+
+
+def _parameters_index(nb: NotebookNode) -> int:
+    """Return the index of the cell tagged 'parameters', or -1."""
+    tagged = (i for i, c in enumerate(nb.cells) if "parameters" in c.metadata.get("tags", []))
+    return next(tagged, -1)
+
+
+def _kernel_manager_class(scratch: Path, *, hide_gpu: bool) -> type:
+    """Return a kernel manager whose kernels are this Python, whatever kernelspec is installed."""
+    import traitlets
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+
+    package_parent = str(Path(__file__).resolve().parents[2])
+    search_path = [package_parent, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = {
+        # The kernel imports the dcp_lab that runs it, and nobody's personal IPython set-up.
+        "PYTHONPATH": os.pathsep.join(entry for entry in search_path if entry),
+        "IPYTHONDIR": str(scratch),
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        # Nothing is downloaded in the middle of a run.
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+    }
+    if hide_gpu:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    spec = KernelSpec(
+        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        display_name="dcp_lab",
+        language="python",
+        env=env,
+    )
+
+    class ThisPython(AsyncKernelManager):
+        # Sockets in a folder of our own: no ports, nobody else's eyes.
+        transport = traitlets.Unicode("ipc")
+        connection_file = traitlets.Unicode(str(scratch / "kernel.json"))
+
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            return spec
+
+    return ThisPython
+
+
+def _add_record(
+    nb: NotebookNode,
+    notebook: Notebook,
+    overrides: Mapping[str, Any],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write what a run was made with into the metadata and into a last, visible cell."""
+    import nbformat
+
+    from dcp_lab import __version__
+
+    parameters = {name: p.default for name, p in notebook.parameters.items()} | dict(overrides)
+    record = {
+        "parameters": parameters,
+        "seed": parameters.get("seed"),
+        "dcp_lab": __version__,
+        **facts,
+    }
+    nb.metadata.setdefault("dcp_lab", {})["run"] = record
+    shown = ", ".join(f"{name} = {value!r}" for name, value in parameters.items())
+    rows = [("parameters", shown or None), *list(record.items())[1:]]
+    lines = ["**This run**", "", "| | |", "|---|---|"]
+    for key, value in rows:
+        text = "none" if value is None else str(value).replace("|", "\\|")
+        lines.append(f"| {key.replace('_', ' ')} | {text} |")
+    nb.cells.append(
+        nbformat.v4.new_markdown_cell("\n".join(lines), metadata={"tags": [RECORD_TAG]})
+    )
+
+
+def _mark_stopped(copy: Path, index: int, committed: int, name: str, message: str) -> Failure:
+    """Write into the partial copy that its kernel was lost in a cell, and return the failure."""
+    import nbformat
+
+    nb = nbformat.read(copy, as_version=4)
+    error = f"{name}: {message}"
+    nb.cells[index].outputs.append(
+        nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[error])
+    )
+    write_notebook(nb, copy)
+    return Failure(committed, nb.cells[index].source, error)
+
+
+def write_notebook(nb: NotebookNode, path: Path) -> None:
+    """Write a notebook whole or not at all."""
+    import nbformat
+
+    part = path.with_suffix(".part")
+    nbformat.write(nb, part)
+    os.replace(part, path)
+
+
+def _write_headlines(results: Sequence[Result], facts: Mapping[str, Any], path: Path) -> None:
+    numbers = [
+        {"notebook": result.notebook.name, **dataclasses.asdict(line)}
+        for result in results
+        for line in result.headlines
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"run": dict(facts), "numbers": numbers}, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def _compare_or_write(result: Result, *, check: bool, in_place: bool) -> Result:
+    """Hold a successful run against the notebook's own outputs, or put its outputs there."""
+    import nbformat
+
+    committed = nbformat.read(result.notebook.path, as_version=4)
+    fresh = committable(committed, nbformat.read(result.copy, as_version=4))
+    if in_place:
+        write_notebook(fresh, result.notebook.path)
+    if check:
+        result = dataclasses.replace(result, stale=tuple(differences(committed, fresh)))
+    return result
