@@ -1,7 +1,8 @@
-"""dcp_lab: paged decode attention with its LSE, reducers and measurements for decode context parallelism.
+"""dcp_lab: paged decode attention with its LSE, reducers and measurements for decode context
+parallelism.
 
-Importing the package is cheap: it loads neither triton nor vllm. Each public name below loads its room
-when it is first used.
+Importing the package is cheap: it loads neither triton nor vllm. Each public name below loads its
+    room when it is first used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ __all__ = sorted([*_HOMES, "__version__"])
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'dcp_lab' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'dcp_lab' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -38,7 +38,9 @@ class Shard:
         if not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"Shard: size: expected an int >= 1, got {self.size!r}")
         if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
-            raise ValueError(f"Shard: rank: expected an int in [0, size={self.size}), got {self.rank!r}")
+            raise ValueError(
+                f"Shard: rank: expected an int in [0, size={self.size}), got {self.rank!r}"
+            )
         if not isinstance(self.interleave_size, int) or self.interleave_size < 1:
             raise ValueError(
                 f"Shard: interleave_size: expected an int >= 1, got {self.interleave_size!r}"

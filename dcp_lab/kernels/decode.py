@@ -54,7 +54,7 @@ def _plan_kernel(
     BLOCK_S: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):
-    """Grid (1,): cut the requests into at most num_items pieces of the smallest length that fits."""
+    """Grid (1,): cut the requests into at most num_items pieces, the smallest that fit."""
     offs_b = tl.arange(0, BLOCK_B)
     mask_b = offs_b < num_requests
     seq_len = tl.load(seq_lens_ptr + offs_b, mask=mask_b, other=0)
@@ -171,15 +171,21 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr,
+    WAIT_LAUNCH: tl.constexpr,
     EARLY_LAUNCH: tl.constexpr,
 ):
     """Grid (KV heads x row blocks, items): one piece of a request's KV for one KV head's rows.
 
     Without items (a fixed num_splits) the second axis is requests x splits, requests fastest.
     """
+    if WAIT_LAUNCH:
+        # Launched while the kernel before it drains: nothing of its results is read above this
+        # line.
+        tl.extra.cuda.gdc_wait()
     if EARLY_LAUNCH:
-        # The reduce kernel may start now; it waits itself. At the first instruction: after the loop
-        # it costs as much as a plain edge (16 x 2k on an H200: 11.3 us here, 12.3 after the loop).
+        # The reduce kernel may start now; it waits itself. At the first instruction: after the
+        # loop it costs as much as a plain edge (16 x 2k on an H200: 11.3 us here, 12.3 after the
+        # loop).
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_block = tl.program_id(0) // NUM_KV_HEADS
@@ -293,23 +299,30 @@ def _decode_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     if begin < end:
         # Page ids run one tile ahead: loaded in the same iteration as K and V they would cost the
-        # pipeline a stage (16 x 2k on an H200: 11.3 us carried, 12.3 not). Clamped to the last page
-        # in use, since entries past it may hold anything.
+        # pipeline a stage (16 x 2k on an H200: 11.3 us carried, 12.3 not). Clamped to the last
+        # page in use, since entries past it may hold anything.
         page = tl.load(table + tl.minimum(begin + offs_n, end - 1) // PAGE_SIZE)
         for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             next_page = tl.load(table + tl.minimum(n0 + BLOCK_N + offs_n, end - 1) // PAGE_SIZE)
             position = n0 + offs_n
             mask_n = position < end
+            # Masked past the end so that whatever lies there, NaN too, weighs nothing.
+            mask_k = mask_n[:, None]
+            if BLOCK_D != HEAD_DIM:
+                mask_k = mask_k & (offs_d < HEAD_DIM)[None, :]
+            mask_v = mask_n[:, None]
+            if BLOCK_DV != HEAD_DIM_V:
+                mask_v = mask_v & (offs_dv < HEAD_DIM_V)[None, :]
             page64 = tl.cast(page, tl.int64)
             in_page = tl.cast(position % PAGE_SIZE, tl.int64)
             k = tl.load(
                 k_head + (page64 * stride_k_p + in_page * stride_k_t)[:, None] + offs_d[None, :],
-                mask=mask_n[:, None] & (offs_d < HEAD_DIM)[None, :],
+                mask=mask_k,
                 other=0.0,
             )
             v = tl.load(
                 v_head + (page64 * stride_v_p + in_page * stride_v_t)[:, None] + offs_dv[None, :],
-                mask=mask_n[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                mask=mask_v,
                 other=0.0,
             )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * softmax_scale
@@ -389,6 +402,8 @@ def _reduce_kernel(
     WAIT_LAUNCH: tl.constexpr,
 ):
     """Grid (query heads, column blocks, split requests x query tokens): merge a row's partials."""
+    if WAIT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     entry = tl.program_id(2) // MAX_QUERY_LEN
@@ -424,7 +439,7 @@ def _reduce_kernel(
         if j >= tl.load(query_start_loc_ptr + request + 1) - query_start:
             return
     if WAIT_LAUNCH:
-        # Started beside the decode kernel: its partials are there only now.
+        # Started beside the decode kernel: its partials are there only from here on.
         tl.extra.cuda.gdc_wait()
 
     offs_s = tl.arange(0, BLOCK_S)

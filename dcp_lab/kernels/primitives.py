@@ -1,4 +1,4 @@
-"""Device functions that more than one kernel needs. Each formula of the lab's kernels stands here once."""
+"""Device functions that more than one kernel needs: each of these formulas stands here once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def local_count(global_count, RANK: tl.constexpr, SIZE: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """Return how many of a request's first global_count tokens (negative counts as 0) live on RANK."""
+    """Return how many of a request's first global_count tokens (at least 0) live on RANK."""
     count = tl.maximum(global_count, 0)
     if SIZE > 1:
         cycle = SIZE * INTERLEAVE
@@ -25,7 +25,8 @@ def visible_end(seq_len, total_len, query_len, j, RANK: tl.constexpr, SIZE: tl.c
                 INTERLEAVE: tl.constexpr):  # fmt: skip
     """Return the local position one past the last key that query j of query_len may see.
 
-    Query j sees global positions <= total_len - query_len + j; seq_len bounds what this cache holds.
+    Query j sees global positions <= total_len - query_len + j; seq_len bounds what this cache
+    holds.
     """
     seen = local_count(total_len - query_len + j + 1, RANK, SIZE, INTERLEAVE)
     return tl.minimum(seen, seq_len)
@@ -48,13 +49,13 @@ def split_tiles(num_tiles, num_splits):
 def softmax_update(scores, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
     """One online-softmax step in base 2: return (p, alpha, m_new, l_new) for scores [M, N].
 
-    MAY_BE_EMPTY guards rows that have seen no key so far (maximum still -inf), which would give NaN.
+    MAY_BE_EMPTY guards rows that have seen no key so far (maximum still -inf), which would give
+    NaN.
     """
     m_new = tl.maximum(m_i, tl.max(scores, 1))
+    base = m_new
     if MAY_BE_EMPTY:
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        base = m_new
     p = tl.exp2(scores - base[:, None])
     alpha = tl.exp2(m_i - base)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)

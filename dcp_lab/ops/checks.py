@@ -1,4 +1,4 @@
-"""Argument checks: what was wrong, what was expected, what came. Metadata only, never a device sync."""
+"""Argument checks: what was wrong, expected and given. Metadata only, never a device sync."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def check_tensor(
         fail(argument, f"a tensor on {device}", value)
     # A dimension of size 1 or a tensor without elements has no stride that could be wrong.
     if last_contiguous and value.numel() and value.shape[-1] > 1 and value.stride(-1) != 1:
-        fail(argument, "a contiguous last dimension (stride 1)", f"strides {tuple(value.stride())}")
+        fail(
+            argument, "a contiguous last dimension (stride 1)", f"strides {tuple(value.stride())}"
+        )
     return value
 
 

@@ -9,11 +9,11 @@ from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
 from dcp_lab.ops.checks import fail
+from dcp_lab.ops.device import device_of
 from dcp_lab.ops.workspace import (
     DecodeConfig,
     DecodeWorkspace,
     choose_config,
-    device_of,
     query_rows,
 )
 from dcp_lab.sharding import Shard
@@ -70,7 +70,8 @@ def paged_decode(
             by the call (one launch more, and allocations).
         out: [T, Hq, Dv] in q's dtype, written in place. Default: allocated.
         lse: [T, Hq] fp32, written in place. Default: allocated.
-        sliding_window: Only the last so many keys are seen, the query's own included. Default: all.
+        sliding_window: Only the last so many keys are seen, the query's own included. Default:
+            all.
         softcap: Scores become softcap * tanh(score / softcap), before masking. Default: none.
         sinks: fp32 [Hq], one more logit a head in the denominator; under a shard on rank 0 only. A
             row with a sink and no key has out 0 and lse = sink. Default: none.
@@ -87,9 +88,9 @@ def paged_decode(
 
     Notes:
         Launches: 2 with a prepared workspace or with num_splits > 1, 1 with num_splits = 1.
-        Graph capture: safe with workspace (or num_splits), out and lse given; seq_lens, block_table
-        and q are read on the device, so they may change in place between replays.
-        Accumulates in fp32. The same inputs give the same bits; another num_splits does not.
+        Graph capture: safe with workspace (or num_splits), out and lse given; seq_lens,
+            block_table and q are read on the device, so they may change in place between replays.
+            Accumulates in fp32. The same inputs give the same bits; another num_splits does not.
         CPU: runs through Triton's interpreter; bf16 is computed in fp32 and rounded once.
 
     Source:
@@ -157,7 +158,7 @@ def paged_decode(
 
 
 def _check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
-    """Raise unless the workspace fits the call and, where its table is used, is prepared for it."""
+    """Raise unless the workspace fits the call and, where its table is used, is prepared."""
     wanted = {
         "num_q_heads": a.num_q_heads,
         "num_kv_heads": a.num_kv_heads,
@@ -188,11 +189,18 @@ def _check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
             "a prepared one: call workspace.prepare(seq_lens) once a step",
             "unprepared",
         )
-    if workspace.prepared[0] != a.num_requests:
+    num_requests, sliding_window = workspace.prepared
+    if num_requests != a.num_requests:
         fail(
             "workspace",
             f"one prepared for this call's {a.num_requests} requests",
-            f"one prepared for {workspace.prepared[0]}",
+            f"one prepared for {num_requests}",
+        )
+    if sliding_window != a.sliding_window:
+        fail(
+            "workspace",
+            f"one prepared for sliding_window={a.sliding_window}",
+            f"one prepared for sliding_window={sliding_window}",
         )
 
 
@@ -232,7 +240,8 @@ def _launch(
     shard = a.shard if a.shard is not None else Shard(0, 1)
     query_start_loc = a.seq_lens if a.query_start_loc is None else a.query_start_loc
     early = device.dependent_launch and num_reduced > 0
-    shared = dict(
+    dependent = {"launch_pdl": True} if device.dependent_launch else {}
+    shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
         seq_lens_ptr=a.seq_lens,
         total_lens_ptr=a.total_lens,
         query_start_loc_ptr=query_start_loc,
@@ -287,8 +296,10 @@ def _launch(
         BLOCK_D=triton.next_power_of_2(a.head_dim),
         BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
         STAGES=config.num_stages,
+        WAIT_LAUNCH=device.dependent_launch,
         EARLY_LAUNCH=early,
         num_warps=config.num_warps,
+        **dependent,
         **shared,
     )
     if not num_reduced:
@@ -304,7 +315,7 @@ def _launch(
         BLOCK_C=columns,
         WAIT_LAUNCH=early,
         num_warps=config.reduce_warps,
-        **({"launch_pdl": True} if early else {}),
+        **dependent,
         **shared,
     )
 

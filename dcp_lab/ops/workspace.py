@@ -11,6 +11,7 @@ import triton
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.checks import check_positive_int, check_tensor, fail
+from dcp_lab.ops.device import Device, device_of
 from dcp_lab.sharding import Shard
 
 
@@ -37,27 +38,6 @@ class DecodeConfig:
     reduce_warps: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What of a device the launch plan depends on."""
-
-    arch: str
-    num_sms: int
-    dependent_launch: bool
-
-
-@functools.cache
-def device_of(device: torch.device) -> Device:
-    """Return the launch-relevant facts of a device: 'cuda', 'hip' or 'interpreter', SMs, PDL."""
-    if INTERPRETED:
-        # Few slots: the interpreter runs programs one after the other.
-        return Device("interpreter", 4, False)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return Device("hip", properties.multi_processor_count, False)
-    return Device("cuda", properties.multi_processor_count, properties.major >= 9)
-
-
 def choose_config(
     *,
     head_dim: int,
@@ -77,14 +57,15 @@ def choose_config(
         arch: 'cuda', 'hip' or 'interpreter'.
     """
     width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(head_dim_v)
-    # 64 tokens of 128 + 128 bf16 (32 KB) is the measured optimum above 32k tokens, 32 tokens with 2
-    # warps below (H200, 16 x 2k: 9.98 us against 10.5; 64 x 8k: 69.4 against 71.3). Other widths keep
-    # the bytes of a tile.
+    # 64 tokens of 128 + 128 bf16 (32 KB) is the measured optimum above 32k tokens, 32 tokens with
+    # 2 warps below (H200, 16 x 2k: 9.98 us against 10.5; 64 x 8k: 69.4 against 71.3). Other widths
+    # keep the bytes of a tile.
     block_n = 64 if max_tokens > 32768 else 32
-    block_n = max(16, min(128, block_n * 512 // (width * itemsize)))
+    block_n = triton.next_power_of_2(block_n * 512 // (width * itemsize) + 1) // 2
+    block_n = max(16, min(128, block_n))
     num_warps = 4 if max_tokens > 32768 else 2
-    # Up to 128 pieces one warp and 64 columns won at every shape, beyond that 4 warps and 32 columns
-    # (H200, 1 x 64k in 256 pieces: 14.5 us against 15.8).
+    # Up to 128 pieces one warp won at every shape, beyond that 4 warps and 32 columns (H200, 1 x
+    # 64k in 256 pieces: 14.5 us against 15.8).
     if num_splits_hint > 128:
         reduce = {"reduce_splits": 128, "reduce_columns": 32, "reduce_warps": 4}
     elif num_splits_hint > 16:
@@ -118,6 +99,7 @@ class DecodeWorkspace:
         max_seq_len: Longest request expected; only picks tile shapes, a longer one stays correct.
             Default: 4096.
         max_items: Most work items of a step. Default: chosen from the device's multiprocessors.
+        config: Launch knobs, for sweeps. Default: choose_config's for these sizes.
         device: Default: the current GPU, or the CPU under the interpreter.
 
     Raises:
@@ -140,6 +122,7 @@ class DecodeWorkspace:
         kv_dtype: torch.dtype = torch.bfloat16,
         max_seq_len: int = 4096,
         max_items: int | None = None,
+        config: DecodeConfig | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.max_requests = check_positive_int("max_requests", max_requests)
@@ -162,7 +145,7 @@ class DecodeWorkspace:
         self.block_m = query_rows(num_q_heads // num_kv_heads, max_query_len)
         self.row_blocks = triton.cdiv(num_q_heads // num_kv_heads * max_query_len, self.block_m)
         slots = self._slots(facts, 2)
-        self.config = choose_config(
+        self.config = config or choose_config(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             itemsize=4 if INTERPRETED else kv_dtype.itemsize,
@@ -183,7 +166,7 @@ class DecodeWorkspace:
         rows = (self.max_items, self.max_query_len, self.num_q_heads)
         self.partial_out = empty(*rows, self.head_dim_v, dtype=torch.float32)
         self.partial_lse = empty(*rows, dtype=torch.float32)
-        self.prepared: tuple[object, ...] | None = None
+        self.prepared: tuple[int, int | None] | None = None
 
     def _slots(self, facts: Device, slots_per_sm: int) -> int:
         return max(1, facts.num_sms * slots_per_sm // (self.num_kv_heads * self.row_blocks))
@@ -191,8 +174,8 @@ class DecodeWorkspace:
     def items_for(self, num_requests: int) -> int:
         """Return the items (grid size) of a call with this many requests.
 
-        As many as there are slots; with more requests than that, one each and an eighth of the slots
-        on top, so that one long request among many short ones can still be split.
+        As many as there are slots; with more requests than that, one each and an eighth of the
+        slots on top, so that one long request among many short ones can still be split.
         """
         if self._max_items is not None:
             return self._max_items
@@ -235,11 +218,11 @@ class DecodeWorkspace:
             fail("seq_lens", f"at most max_requests={self.max_requests} requests", seq_lens)
         if not seq_lens.is_contiguous():
             fail("seq_lens", "a contiguous tensor", f"stride {seq_lens.stride()}")
-        self.prepared = (num_requests, sliding_window, shard if sliding_window else None)
-        if num_requests == 0:
-            return
         if sliding_window and shard is not None and global_seq_lens is None:
             fail("global_seq_lens", "int32 [B], needed by a sliding window under a shard", None)
+        self.prepared = (num_requests, sliding_window)
+        if num_requests == 0:
+            return
         block_b = triton.next_power_of_2(num_requests)
         window_shard = shard if shard is not None and sliding_window else Shard(0, 1)
         kernels._plan_kernel[(1,)](

@@ -1,0 +1,421 @@
+"""Decode attention on one GPU: paged, gathered and contiguous, checked, then timed.
+
+    dcp-lab bench decode [--shape 16x2048 ...] [--out rows.csv]
+
+Variants of one shape: `paged_decode` (reads the pages in place), `gather_decode` with either
+    gather (copies the pages into contiguous buffers, then attends those), torch's SDPA on KV that
+    lies contiguous already (what no paged cache offers, without an LSE), and `read_pages`, which
+    only reads
+the same pages: the floor that any of them could reach.
+
+Protocol: each variant runs once on each of several layers of distinct KV, more than three times L2
+together, so L2 is cold; in a graph and eagerly; variants take turns; every sample of a variant is
+kept until the percentiles are made. Out and LSE are compared with float64 on the very inputs that
+are timed, on the first and the last request of the first and the last layer, before any timing; a
+variant that is off is not timed and the command fails.
+
+The work table (`plan`) is prepared once a step for all layers and timed as a row of its own; the
+rows of paged_decode do not hold it.
+
+Not measured: the rest of a layer, several ranks, MI3xx GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+from dcp_lab.bench import costs, timing
+from dcp_lab.ops.decode import paged_decode
+from dcp_lab.ops.gather import gather_decode
+from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
+from dcp_lab.reference import eager_decode, reference_decode
+from dcp_lab.state import AttnState
+from dcp_lab.testing import assert_within_budget
+
+# Distinct KV of a run: three times the 60 MB L2 of an H200, and at least 8 layers.
+MIN_COLD_BYTES = 200_000_000
+MIN_LAYERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """One cell of the grid: what a rank attends in one layer.
+
+    Attributes:
+        requests: B, one query token each.
+        context_tokens: KV tokens of a request; of 'uneven' lengths, their mean.
+        num_q_heads, num_kv_heads, head_dim, page_size: Of the layer.
+        lengths: 'equal'; 'uneven' (evenly spread from 0.4 to 1.6 of the mean); or 'one_long' (one
+            request 16 times as long as the others, same total).
+    """
+
+    requests: int
+    context_tokens: int
+    num_q_heads: int = 16
+    num_kv_heads: int = 1
+    head_dim: int = 128
+    page_size: int = 16
+    lengths: str = "equal"
+
+    @property
+    def name(self) -> str:
+        """Return e.g. '16x2048 16q/1kv d128'."""
+        tail = "" if self.lengths == "equal" else f" {self.lengths}"
+        heads = f"{self.num_q_heads}q/{self.num_kv_heads}kv d{self.head_dim}"
+        return f"{self.requests}x{self.context_tokens} {heads}{tail}"
+
+    def seq_lens(self) -> list[int]:
+        """Return the requests' lengths."""
+        total = self.requests * self.context_tokens
+        if self.lengths == "equal" or self.requests == 1:
+            return [self.context_tokens] * self.requests
+        if self.lengths == "uneven":
+            step = 1.2 / (self.requests - 1)
+            return [int(self.context_tokens * (0.4 + step * i)) for i in range(self.requests)]
+        if self.lengths == "one_long":
+            short = total // (self.requests + 15)
+            return [total - short * (self.requests - 1)] + [short] * (self.requests - 1)
+        raise ValueError(
+            f"lengths: expected 'equal', 'uneven' or 'one_long', got {self.lengths!r}"
+        )
+
+
+# What study 1's rank holds under DCP 2 (16 q heads after the gather of q, 1 KV head), shorter and
+# longer; one request; a whole model's 8 KV heads.
+DEFAULT_SHAPES = (
+    DecodeShape(1, 8192),
+    DecodeShape(16, 1024),
+    DecodeShape(16, 2048),
+    DecodeShape(16, 3072, lengths="uneven"),
+    DecodeShape(16, 8192),
+    DecodeShape(64, 8192),
+    DecodeShape(16, 2048, num_q_heads=64, num_kv_heads=8),
+)
+
+
+@dataclasses.dataclass
+class Layers:
+    """Inputs of `layers` layers of one shape: distinct KV, shared lengths and block table."""
+
+    shape: DecodeShape
+    layers: int
+    q: torch.Tensor
+    kv: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the KV tokens of a layer."""
+        return sum(self.shape.seq_lens())
+
+    @property
+    def kv_bytes(self) -> float:
+        """Return the K and V bytes that a layer has to read."""
+        shape = self.shape
+        return costs.kv_bytes(
+            self.total_tokens,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            kv_itemsize=self.kv.element_size(),
+        )
+
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of a layer as views of its pages."""
+        return self.kv[layer][:, 0], self.kv[layer][:, 1]
+
+
+def make_layers(
+    shape: DecodeShape, *, dtype: torch.dtype, device: str = "cuda", seed: int = 0
+) -> Layers:
+    """Return random inputs: each page holds its K, then its V; pages lie in random order."""
+    torch.manual_seed(seed)
+    lens = shape.seq_lens()
+    pages = [math.ceil(n / shape.page_size) for n in lens]
+    per_page = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim
+    layer_bytes = sum(pages) * per_page * dtype.itemsize
+    layers = max(MIN_LAYERS, math.ceil(MIN_COLD_BYTES / layer_bytes)) if device == "cuda" else 2
+    layers = min(layers, 512)
+    kv = torch.empty(
+        layers,
+        sum(pages),
+        2,
+        shape.page_size,
+        shape.num_kv_heads,
+        shape.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    for layer in range(layers):
+        kv[layer].normal_()
+    table = torch.zeros(shape.requests, max(pages), dtype=torch.int32, device=device)
+    order = torch.randperm(sum(pages), device=device).to(torch.int32)
+    start = 0
+    for request, count in enumerate(pages):
+        table[request, :count] = order[start : start + count]
+        start += count
+    heads = (layers, shape.requests, shape.num_q_heads)
+    return Layers(
+        shape=shape,
+        layers=layers,
+        q=torch.randn(*heads, shape.head_dim, dtype=dtype, device=device),
+        kv=kv,
+        block_table=table,
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        out=torch.empty(*heads, shape.head_dim, dtype=dtype, device=device),
+        lse=torch.empty(*heads, dtype=torch.float32, device=device),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to do the work of a layer.
+
+    Attributes:
+        op, variant: How rows name it.
+        call: Does it for layer i, writing out[i] and, where has_lse, lse[i].
+        has_lse: Whether lse[i] is written.
+        checked: Whether its result is attention at all (`read_pages` only reads).
+        kv_traffic: KV bytes moved, as a multiple of those that must be read.
+    """
+
+    op: str
+    variant: str
+    call: Callable[[int], object]
+    has_lse: bool = True
+    checked: bool = True
+    kv_traffic: float = 1.0
+
+
+def make_workspace(x: Layers, config: DecodeConfig | None = None) -> DecodeWorkspace:
+    """Return a workspace prepared for these lengths."""
+    shape = x.shape
+    workspace = DecodeWorkspace(
+        shape.requests,
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        kv_dtype=x.kv.dtype,
+        max_seq_len=x.block_table.shape[1] * shape.page_size,
+        config=config,
+        device=x.kv.device,
+    )
+    workspace.prepare(x.seq_lens)
+    return workspace
+
+
+def paged_variant(x: Layers, name: str = "planned", config: DecodeConfig | None = None) -> Variant:
+    """Return paged_decode on a prepared workspace."""
+    workspace = make_workspace(x, config)
+
+    def call(layer: int) -> AttnState:
+        k_cache, v_cache = x.caches(layer)
+        return paged_decode(
+            x.q[layer],
+            k_cache,
+            v_cache,
+            x.block_table,
+            x.seq_lens,
+            workspace=workspace,
+            out=x.out[layer],
+            lse=x.lse[layer],
+        )
+
+    return Variant("paged_decode", name, call)
+
+
+def gather_variant(x: Layers, gather: str) -> Variant:
+    """Return gather_decode; total_tokens is given, so that it needs no sync and no spare room."""
+
+    def call(layer: int) -> AttnState:
+        k_cache, v_cache = x.caches(layer)
+        return gather_decode(
+            x.q[layer],
+            k_cache,
+            v_cache,
+            x.block_table,
+            x.seq_lens,
+            gather=gather,
+            total_tokens=x.total_tokens,
+            out=x.out[layer],
+            lse=x.lse[layer],
+        )
+
+    return Variant("gather_decode", gather, call, kv_traffic=3.0)
+
+
+def sdpa_variant(x: Layers) -> Variant:
+    """Return torch SDPA on a layer's memory read as contiguous KV [B, tokens, Hkv, D]."""
+    shape = x.shape
+    rows = shape.requests * x.block_table.shape[1] * shape.page_size
+
+    def contiguous(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = x.kv[layer].view(2, rows, shape.num_kv_heads, shape.head_dim)
+        k = k.view(shape.requests, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+        v = v.view(shape.requests, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+        return k, v
+
+    def call(layer: int) -> None:
+        k, v = contiguous(layer)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            x.q[layer].unsqueeze(2), k, v, enable_gqa=shape.num_q_heads != shape.num_kv_heads
+        )
+        x.out[layer].copy_(out.squeeze(2))
+
+    return Variant("sdpa", "contiguous", call, has_lse=False, checked=False)
+
+
+def read_variant(x: Layers) -> Variant:
+    """Return the page-ordered read of the same bytes, one page a program."""
+    from dcp_lab.kernels.probe import _read_pages_kernel
+
+    pages = x.block_table.shape[1] * x.shape.requests
+    table = x.block_table.flatten()
+    if x.shape.lengths != "equal":
+        table = torch.arange(x.kv.shape[1], dtype=torch.int32, device=x.kv.device)
+        pages = table.numel()
+    ints = x.kv.view(x.layers, x.kv.shape[1], -1).view(torch.int32)
+    per_page = ints.shape[2]
+    block = min(4096, per_page & -per_page)
+    sink = torch.empty(pages, dtype=torch.int32, device=x.kv.device)
+
+    def call(layer: int) -> None:
+        _read_pages_kernel[(pages,)](
+            source_ptr=ints[layer],
+            table_ptr=table,
+            sink_ptr=sink,
+            stride_page=per_page,
+            BLOCK=block,
+            STEPS=per_page // block,
+        )
+
+    return Variant("read_pages", "floor", call, has_lse=False, checked=False)
+
+
+def plan_variant(x: Layers) -> Variant:
+    """Return the once-a-step work table of paged_decode, timed alone."""
+    workspace = make_workspace(x)
+    return Variant(
+        "plan",
+        "planned",
+        lambda layer: workspace.prepare(x.seq_lens),
+        has_lse=False,
+        checked=False,
+    )
+
+
+def check_variant(x: Layers, variant: Variant) -> tuple[float, float, float]:
+    """Return (out error, lse error, budget of out) of a variant on the inputs that will be timed.
+
+    Errors are the largest absolute difference from float64 over the first and last request of the
+    first and last layer; the budget is 2 * (same-dtype eager error + one rounding step).
+
+    Raises:
+        RuntimeError: An error is over its budget, or the result is not finite.
+    """
+    out_error = lse_error = budget = 0.0
+    for layer in sorted({0, x.layers - 1}):
+        x.out[layer].fill_(float("nan"))
+        x.lse[layer].fill_(float("nan"))
+        variant.call(layer)
+        k_cache, v_cache = x.caches(layer)
+        for request in sorted({0, x.shape.requests - 1}):
+            one = slice(request, request + 1)
+            inputs = (x.q[layer][one], k_cache, v_cache, x.block_table[one], x.seq_lens[one])
+            truth, eager = reference_decode(*inputs), eager_decode(*inputs)
+            got = AttnState(x.out[layer][one], x.lse[layer][one])
+            if not variant.has_lse:
+                got, truth, eager = got.out, truth.out, eager.out
+            where = f"{variant.op} {variant.variant}, {x.shape.name}, layer {layer}"
+            try:
+                assert_within_budget(f"{where}, request {request}", got, truth, eager)
+            except AssertionError as wrong:
+                raise RuntimeError(f"not timed, since its result is off: {wrong}") from None
+            if variant.has_lse:
+                lse_error = max(lse_error, float((got.lse.double() - truth.lse).abs().max()))
+                got, truth, eager = got.out, truth.out, eager.out
+            out_error = max(out_error, float((got.double() - truth).abs().max()))
+            eager_error = float((eager.double() - truth).abs().max())
+            step = torch.finfo(got.dtype).eps * float(truth.abs().max())
+            budget = max(budget, 2 * (eager_error + step))
+    return out_error, lse_error, budget
+
+
+def variants_of(x: Layers) -> list[Variant]:
+    """Return every variant that fits the shape."""
+    found = [paged_variant(x), gather_variant(x, "per_token"), gather_variant(x, "per_page")]
+    if x.shape.lengths == "equal" and x.shape.context_tokens % x.shape.page_size == 0:
+        found.append(sdpa_variant(x))
+    return [*found, read_variant(x), plan_variant(x)]
+
+
+def measure_shape(
+    shape: DecodeShape, *, dtype: torch.dtype = torch.bfloat16, samples: int = 25
+) -> list[dict[str, object]]:
+    """Check and time every variant of one shape; return one row a variant and mode.
+
+    Raises:
+        RuntimeError: A variant's result is off; nothing was timed.
+    """
+    x = make_layers(shape, dtype=dtype)
+    found = variants_of(x)
+    errors = {
+        v.op + v.variant: check_variant(x, v) if v.checked else (None, None, None) for v in found
+    }
+    calls = {v.op + v.variant: v.call for v in found}
+    for call in calls.values():
+        call(0)
+    launches = {key: timing.kernel_launches(call) for key, call in calls.items()}
+    graphs = {key: timing.capture_layers(call, x.layers) for key, call in calls.items()}
+    in_graph = timing.graph_times(graphs, layers=x.layers, samples=samples)
+    wall, host = timing.eager_times(calls, layers=x.layers, samples=max(5, samples // 2))
+    for v in found:
+        if v.checked:
+            check_variant(x, v)
+    floor_us = timing.percentiles(in_graph["read_pagesfloor"])[0]
+    rows = []
+    for v in found:
+        key = v.op + v.variant
+        for mode, samples_us in (("graph", in_graph[key]), ("eager", wall[key])):
+            median, p10, p90 = timing.percentiles(samples_us)
+            out_error, lse_error, budget = errors[key]
+            rows.append(
+                {
+                    "op": v.op,
+                    "variant": v.variant,
+                    "num_q_heads": shape.num_q_heads,
+                    "num_kv_heads": shape.num_kv_heads,
+                    "head_dim": shape.head_dim,
+                    "page_size": shape.page_size,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "kv_dtype": str(x.kv.dtype).removeprefix("torch."),
+                    "requests": shape.requests,
+                    "context_tokens": shape.context_tokens,
+                    "lengths": shape.lengths,
+                    "mode": mode,
+                    "l2": "cold",
+                    "layers": x.layers,
+                    "samples": len(samples_us),
+                    "median_us": round(median, 3),
+                    "p10_us": round(p10, 3),
+                    "p90_us": round(p90, 3),
+                    "host_us": (
+                        round(timing.percentiles(host[key])[0], 3) if mode == "eager" else None
+                    ),
+                    "launches": launches[key],
+                    "bytes": x.kv_bytes * v.kv_traffic if v.op != "plan" else 0,
+                    "bound_us": round(floor_us, 3),
+                    "read_gbps": round(x.kv_bytes / floor_us / 1e3, 1),
+                    "out_error": out_error,
+                    "lse_error": lse_error,
+                    "error_budget": budget,
+                    "method": "graph replay" if mode == "graph" else "host clock, synchronised",
+                }
+            )
+    return rows

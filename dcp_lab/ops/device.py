@@ -1,0 +1,58 @@
+"""What of a device the launch plans depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from dcp_lab.kernels import INTERPRETED
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Facts of a device that choose a launch.
+
+    Attributes:
+        arch: 'cuda', 'hip' or 'interpreter'.
+        num_sms: Multiprocessors (CUs on AMD).
+        dependent_launch: Whether a kernel may be launched while its predecessor drains (NVIDIA's
+            programmatic dependent launch, compute capability 9.0 and up).
+    """
+
+    arch: str
+    num_sms: int
+    dependent_launch: bool = False
+
+
+_planned: Device | None = None
+
+
+@contextlib.contextmanager
+def planning_for(device: Device) -> Iterator[None]:
+    """Make every plan as for this device, which need not be here: to build kernels for it."""
+    global _planned
+    before, _planned = _planned, device
+    try:
+        yield
+    finally:
+        _planned = before
+
+
+def device_of(device: torch.device) -> Device:
+    """Return the facts of the device that tensors live on."""
+    return _planned if _planned is not None else _facts(device)
+
+
+@functools.cache
+def _facts(device: torch.device) -> Device:
+    if INTERPRETED:
+        # Few slots: the interpreter runs programs one after the other.
+        return Device("interpreter", 4)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device("hip", properties.multi_processor_count)
+    return Device("cuda", properties.multi_processor_count, properties.major >= 9)
