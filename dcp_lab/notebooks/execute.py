@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dcp_lab.notebooks.books import Notebook, find, find_root, resolve
 from dcp_lab.notebooks.headlines import Headline, collect_headlines
@@ -47,7 +47,8 @@ class Result:
 
     Attributes:
         notebook: What ran.
-        copy: The executed copy; partial if it failed.
+        copy: The executed copy; partial if it failed, with a .log beside it if the kernel said
+            anything outside of its cells.
         seconds: Wall time, kernel start included.
         headlines: Its headline numbers.
         failure: Why it stopped, None if it did not.
@@ -199,7 +200,9 @@ def _execute(
 
     start = time.monotonic()
     failure = None
-    with tempfile.TemporaryDirectory(prefix="dcp_lab_") as scratch:
+    log = copy.with_suffix(".log")
+    with tempfile.TemporaryDirectory(prefix="dcp_lab_") as scratch, log.open("w") as log_file:
+        manager = _kernel_manager_class(Path(scratch), log_file, hide_gpu=hide_gpu)
         try:
             papermill.execute_notebook(
                 copy,
@@ -210,7 +213,7 @@ def _execute(
                 progress_bar=False,
                 cwd=notebook.path.parent,
                 start_timeout=120,
-                kernel_manager_class=_kernel_manager_class(Path(scratch), hide_gpu=hide_gpu),
+                kernel_manager_class=manager,
                 timeout_func=lambda cell: max(start + timeout_s - time.monotonic(), 1.0),
                 iopub_timeout=60,
                 record_timing=False,
@@ -228,13 +231,15 @@ def _execute(
             why = f"the notebook took longer than {timeout_s:g} s; its kernel was ended here"
             failure = _mark_stopped(copy, current, as_committed(current), "TimeoutError", why)
         except DeadKernelError:
-            why = "the kernel died in this cell (out of memory is the usual reason)"
+            why = f"the kernel died here, often for want of memory; what it said is in {log.name}"
             failure = _mark_stopped(copy, current, as_committed(current), "DeadKernelError", why)
         except RuntimeError as error:
             # jupyter_client's only word for a kernel that never answered.
             if current >= 0:
                 raise
             failure = Failure(-1, "", f"the kernel did not start: {error}")
+    if failure is None or not log.stat().st_size:
+        log.unlink()
     headlines = tuple(collect_headlines(nbformat.read(copy, as_version=4)))
     return Result(notebook, copy, time.monotonic() - start, headlines, failure)
 
@@ -245,8 +250,11 @@ def _parameters_index(nb: NotebookNode) -> int:
     return next(tagged, -1)
 
 
-def _kernel_manager_class(scratch: Path, *, hide_gpu: bool) -> type:
-    """Return a kernel manager whose kernels are this Python, whatever kernelspec is installed."""
+def _kernel_manager_class(scratch: Path, log_file: TextIO, *, hide_gpu: bool) -> type:
+    """Return a kernel manager whose kernels are this Python, whatever kernelspec is installed.
+
+    What a kernel says outside of its cells goes to log_file.
+    """
     import traitlets
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
@@ -279,6 +287,9 @@ def _kernel_manager_class(scratch: Path, *, hide_gpu: bool) -> type:
         @property
         def kernel_spec(self) -> KernelSpec:
             return spec
+
+        async def start_kernel(self, **options: Any) -> None:
+            await self._async_start_kernel(stdout=log_file, stderr=log_file, **options)
 
     return ThisPython
 

@@ -1,0 +1,169 @@
+"""The command line: quick help, plain errors, exit statuses, and who is called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import v4
+
+import dcp_lab
+from dcp_lab import cli
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """A repository of one notebook that fails when it is asked to, and the working folder."""
+    nb = v4.new_notebook(metadata={"dcp_lab": {"kind": "teach"}})
+    nb.cells = [
+        v4.new_markdown_cell("# A title"),
+        v4.new_code_cell(
+            "seed: int = 0  # of the random numbers\nworks: bool = True  # or not",
+            metadata={"tags": ["parameters"]},
+        ),
+        v4.new_code_cell("assert works, 'asked to fail'"),
+        v4.new_code_cell("from dcp_lab.notebooks import headline\nheadline('n', 12.5, 'ms')"),
+    ]
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    nbformat.write(nb, tmp_path / "notebooks" / "01_small.ipynb")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def status(*args: str) -> int:
+    """Return the exit status of the command line in this process."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(args)
+    return exit_.value.code or 0
+
+
+def test_help_and_refusals_load_nothing_heavy():
+    """Help comes without torch, triton, papermill, pandas or nbconvert."""
+    heavy = ("torch", "triton", "papermill", "nbconvert", "nbformat", "pandas", "matplotlib")
+    script = (
+        "import sys\nfrom dcp_lab import cli\n"
+        "try:\n    cli.main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
+        f"print('LOADED', [m for m in {heavy!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+    assert "--parameter" in done.stdout
+
+
+def test_run_prints_headlines_and_the_report(repository, capsys):
+    """A run ends with its headline numbers and the report's path, status 0."""
+    assert status("run") == 0
+    said = capsys.readouterr().out
+    assert "ok     01_small" in said
+    assert "12.5 ms" in said
+    assert said.splitlines()[-1] == "report: build/report.html"
+    assert "12.5 ms" in (repository / "build" / "report.html").read_text()
+
+
+def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
+    """The failing cell, its error and its copy are on the terminal; the report is written."""
+    assert status("run", "01", "-p", "works=false") == 1
+    said = capsys.readouterr().out
+    assert "cell 2 of 01_small" in said
+    assert "assert works, 'asked to fail'" in said
+    assert "AssertionError: asked to fail" in said
+    assert "partial copy: build/notebooks/01_small.ipynb" in said
+    assert (repository / "build" / "notebooks" / "01_small.ipynb").exists()
+    assert "AssertionError" in (repository / "build" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["run", "02"], "no notebook '02'"),
+        (["run", "-p", "sed=1"], "no parameter 'sed'; did you mean seed?"),
+        (["run", "-p", "seed=x"], "seed: expected int, got 'x'"),
+        (["run", "-p", "seed=1", "--check"], "leave out -p"),
+        (["bench"], "bench: expected one of decode, got ''"),
+        (["bench", "prefill"], "bench: expected one of decode, got 'prefill'"),
+        (["report"], "no executed notebooks in build/notebooks"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_person_can_put_right_has_no_traceback(repository, capsys, args, said):
+    """A wrong name or value gives one plain message and status 2, and nothing runs."""
+    assert status(*args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dcp-lab: ")
+    assert said in error
+    assert not (repository / "build").exists()
+
+
+def test_list_shows_kinds_and_parameters(repository, capsys):
+    """--list names each notebook with its kind, title and parameters, and runs none."""
+    assert status("run", "--list") == 0
+    said = capsys.readouterr().out
+    assert "01_small (teach): A title" in said
+    assert "works: bool = True  # or not" in said
+    assert not (repository / "build").exists()
+
+
+def test_report_is_written_anew_from_copies(repository, capsys):
+    """`report` needs no kernel: it writes the page from the copies that are there."""
+    copies = repository / "build" / "notebooks"
+    copies.mkdir(parents=True)
+    (repository / "notebooks" / "01_small.ipynb").rename(copies / "01_small.ipynb")
+    assert status("report") == 0
+    assert capsys.readouterr().out == "report: build/report.html\n"
+    assert "A title" in (repository / "build" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "prog"),
+    [
+        (["doctor"], "dcp_lab.doctor", "dcp-lab doctor"),
+        (["bench", "decode"], "dcp_lab.bench.decode", "dcp-lab bench decode"),
+        (["amd-report"], "dcp_lab.bench.amd", "dcp-lab amd-report"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_command_hands_its_arguments_over(monkeypatch, command, module, prog):
+    """Options go through as they are, --help included, and the module's status comes back."""
+    got = []
+
+    def stand_in(args: list[str]) -> int:
+        got.append((args, sys.argv[0]))
+        return 3
+
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(main=stand_in))
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    assert status(*command, "--json", "--help", "x") == 3
+    assert got == [(["--json", "--help", "x"], prog)]
+
+
+def test_lab_opens_on_this_machine_only(repository, monkeypatch):
+    """JupyterLab is started by this Python and listens on 127.0.0.1."""
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: started.append((path, argv)))
+    assert status("lab", "--port", "9999") == 0
+    ((path, argv),) = started
+    assert path == argv[0] == sys.executable
+    assert "--ip=127.0.0.1" in argv
+    assert "--port=9999" in argv
+    assert argv[-1] == str(repository / "notebooks")
+
+
+def test_version_is_the_packages(capsys):
+    """`version` prints dcp_lab.__version__."""
+    assert status("version") == 0
+    assert capsys.readouterr().out.strip() == dcp_lab.__version__
