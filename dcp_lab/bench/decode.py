@@ -22,13 +22,19 @@ Not measured: the rest of a layer, several ranks, MI3xx GPUs.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
-from dcp_lab.bench import costs, timing
+from dcp_lab.analysis.tables import measured_path
+from dcp_lab.bench import costs, record, timing
+from dcp_lab.kernels import INTERPRETED
 from dcp_lab.ops.decode import paged_decode
 from dcp_lab.ops.gather import gather_decode
 from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
@@ -183,6 +189,7 @@ class Variant:
         has_lse: Whether lse[i] is written.
         checked: Whether its result is attention at all (`read_pages` only reads).
         kv_traffic: KV bytes moved, as a multiple of those that must be read.
+        contiguous: K and V [B, tokens, Hkv, D] of layer i that it attends instead of the pages.
     """
 
     op: str
@@ -191,6 +198,7 @@ class Variant:
     has_lse: bool = True
     checked: bool = True
     kv_traffic: float = 1.0
+    contiguous: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def make_workspace(x: Layers, config: DecodeConfig | None = None) -> DecodeWorkspace:
@@ -253,22 +261,19 @@ def gather_variant(x: Layers, gather: str) -> Variant:
 def sdpa_variant(x: Layers) -> Variant:
     """Return torch SDPA on a layer's memory read as contiguous KV [B, tokens, Hkv, D]."""
     shape = x.shape
-    rows = shape.requests * x.block_table.shape[1] * shape.page_size
 
     def contiguous(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = x.kv[layer].view(2, rows, shape.num_kv_heads, shape.head_dim)
-        k = k.view(shape.requests, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
-        v = v.view(shape.requests, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
-        return k, v
+        rows = x.kv[layer].view(2, shape.requests, -1, shape.num_kv_heads, shape.head_dim)
+        return rows[0], rows[1]
 
     def call(layer: int) -> None:
-        k, v = contiguous(layer)
+        k, v = (rows.transpose(1, 2) for rows in contiguous(layer))
         out = torch.nn.functional.scaled_dot_product_attention(
             x.q[layer].unsqueeze(2), k, v, enable_gqa=shape.num_q_heads != shape.num_kv_heads
         )
         x.out[layer].copy_(out.squeeze(2))
 
-    return Variant("sdpa", "contiguous", call, has_lse=False, checked=False)
+    return Variant("sdpa", "contiguous", call, has_lse=False, contiguous=contiguous)
 
 
 def read_variant(x: Layers) -> Variant:
@@ -310,41 +315,67 @@ def plan_variant(x: Layers) -> Variant:
     )
 
 
-def check_variant(x: Layers, variant: Variant) -> tuple[float, float, float]:
-    """Return (out error, lse error, budget of out) of a variant on the inputs that will be timed.
+@dataclasses.dataclass
+class Errors:
+    """Largest absolute difference from float64 and what was allowed; None where not compared."""
 
-    Errors are the largest absolute difference from float64 over the first and last request of the
-    first and last layer; the budget is 2 * (same-dtype eager error + one rounding step).
+    out_error: float | None = None
+    lse_error: float | None = None
+    error_budget: float | None = None
+    lse_error_budget: float | None = None
+
+
+def check_variant(x: Layers, variant: Variant) -> Errors:
+    """Compare a variant with float64 on the inputs that will be timed.
+
+    The first and the last request of the first and the last layer; allowed is
+    2 * (error of plain torch in the same dtype + one rounding step), see dcp_lab.testing.
 
     Raises:
         RuntimeError: An error is over its budget, or the result is not finite.
     """
-    out_error = lse_error = budget = 0.0
+    errors = Errors()
+    if not variant.checked:
+        return errors
     for layer in sorted({0, x.layers - 1}):
         x.out[layer].fill_(float("nan"))
         x.lse[layer].fill_(float("nan"))
         variant.call(layer)
-        k_cache, v_cache = x.caches(layer)
         for request in sorted({0, x.shape.requests - 1}):
             one = slice(request, request + 1)
-            inputs = (x.q[layer][one], k_cache, v_cache, x.block_table[one], x.seq_lens[one])
-            truth, eager = reference_decode(*inputs), eager_decode(*inputs)
+            inputs = (*x.caches(layer), x.block_table[one], x.seq_lens[one])
+            if variant.contiguous is not None:
+                table = torch.zeros(1, 1, dtype=torch.int32, device=x.kv.device)
+                k, v = variant.contiguous(layer)
+                inputs = (k[one], v[one], table, x.seq_lens[one])
+            truth, eager = (f(x.q[layer][one], *inputs) for f in (reference_decode, eager_decode))
             got = AttnState(x.out[layer][one], x.lse[layer][one])
-            if not variant.has_lse:
-                got, truth, eager = got.out, truth.out, eager.out
+            compared = (got, truth, eager) if variant.has_lse else (got.out, truth.out, eager.out)
             where = f"{variant.op} {variant.variant}, {x.shape.name}, layer {layer}"
             try:
-                assert_within_budget(f"{where}, request {request}", got, truth, eager)
+                assert_within_budget(f"{where}, request {request}", *compared)
             except AssertionError as wrong:
                 raise RuntimeError(f"not timed, since its result is off: {wrong}") from None
+            _keep_worst(errors, "out_error", "error_budget", got.out, truth.out, eager.out)
             if variant.has_lse:
-                lse_error = max(lse_error, float((got.lse.double() - truth.lse).abs().max()))
-                got, truth, eager = got.out, truth.out, eager.out
-            out_error = max(out_error, float((got.double() - truth).abs().max()))
-            eager_error = float((eager.double() - truth).abs().max())
-            step = torch.finfo(got.dtype).eps * float(truth.abs().max())
-            budget = max(budget, 2 * (eager_error + step))
-    return out_error, lse_error, budget
+                _keep_worst(errors, "lse_error", "lse_error_budget", got.lse, truth.lse, eager.lse)
+    return errors
+
+
+def _keep_worst(
+    errors: Errors,
+    name: str,
+    budget_name: str,
+    got: torch.Tensor,
+    truth: torch.Tensor,
+    eager: torch.Tensor,
+) -> None:
+    """Take one more comparison into the largest error and the largest budget."""
+    error = float((got.double() - truth).abs().max())
+    step = torch.finfo(got.dtype).eps * float(truth.abs().max())
+    budget = 2 * (float((eager.double() - truth).abs().max()) + step)
+    setattr(errors, name, max(getattr(errors, name) or 0.0, error))
+    setattr(errors, budget_name, max(getattr(errors, budget_name) or 0.0, budget))
 
 
 def variants_of(x: Layers) -> list[Variant]:
@@ -365,9 +396,7 @@ def measure_shape(
     """
     x = make_layers(shape, dtype=dtype)
     found = variants_of(x)
-    errors = {
-        v.op + v.variant: check_variant(x, v) if v.checked else (None, None, None) for v in found
-    }
+    errors = {v.op + v.variant: check_variant(x, v) for v in found}
     calls = {v.op + v.variant: v.call for v in found}
     for call in calls.values():
         call(0)
@@ -376,15 +405,14 @@ def measure_shape(
     in_graph = timing.graph_times(graphs, layers=x.layers, samples=samples)
     wall, host = timing.eager_times(calls, layers=x.layers, samples=max(5, samples // 2))
     for v in found:
-        if v.checked:
-            check_variant(x, v)
+        # Still right after the replays: a captured buffer that moved would show here.
+        check_variant(x, v)
     floor_us = timing.percentiles(in_graph["read_pagesfloor"])[0]
     rows = []
     for v in found:
         key = v.op + v.variant
         for mode, samples_us in (("graph", in_graph[key]), ("eager", wall[key])):
             median, p10, p90 = timing.percentiles(samples_us)
-            out_error, lse_error, budget = errors[key]
             rows.append(
                 {
                     "op": v.op,
@@ -409,13 +437,94 @@ def measure_shape(
                         round(timing.percentiles(host[key])[0], 3) if mode == "eager" else None
                     ),
                     "launches": launches[key],
-                    "bytes": x.kv_bytes * v.kv_traffic if v.op != "plan" else 0,
+                    "bytes": 0 if v.op == "plan" else int(x.kv_bytes * v.kv_traffic),
                     "bound_us": round(floor_us, 3),
                     "read_gbps": round(x.kv_bytes / floor_us / 1e3, 1),
-                    "out_error": out_error,
-                    "lse_error": lse_error,
-                    "error_budget": budget,
+                    **dataclasses.asdict(errors[key]),
                     "method": "graph replay" if mode == "graph" else "host clock, synchronised",
                 }
             )
     return rows
+
+
+def parse_shape(text: str) -> DecodeShape:
+    """Return the shape of '16x2048', '16x2048x64x8x128' (q, KV heads, dim) or '...:uneven'.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    sizes, _, lengths = text.partition(":")
+    numbers = sizes.split("x")
+    if len(numbers) not in (2, 5) or not all(n.isdigit() and int(n) for n in numbers):
+        raise ValueError(
+            f"shape: expected REQUESTSxTOKENS or REQUESTSxTOKENSxQHEADSxKVHEADSxDIM, got {text!r}"
+        )
+    shape = DecodeShape(*map(int, numbers), lengths=lengths or "equal")
+    shape.seq_lens()
+    return shape
+
+
+def show(rows: list[dict[str, object]]) -> str:
+    """Return the rows of one shape as a small table for a terminal."""
+    first = rows[0]
+    head = f"{first['requests']}x{first['context_tokens']} {first['num_q_heads']}q/"
+    head += f"{first['num_kv_heads']}kv d{first['head_dim']} {first['lengths']}, us a layer"
+    lines = [f"{head:45} {'graph':>8} {'eager':>8} {'host':>8} {'launches':>9}"]
+    by_name: dict[str, dict[str, dict[str, object]]] = {}
+    for row in rows:
+        by_name.setdefault(f"{row['op']} {row['variant']}", {})[str(row["mode"])] = row
+    for name, modes in by_name.items():
+        graph, eager = modes["graph"], modes["eager"]
+        lines.append(
+            f"  {name:43} {graph['median_us']:8.2f} {eager['median_us']:8.1f} "
+            f"{eager['host_us']:8.1f} {graph['launches']:9}"
+        )
+    return "\n".join(lines)
+
+
+def main(args: list[str] | None = None) -> int:
+    """Measure and append rows; return the exit status: 1 when a result is off, 2 on bad input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", action="append", help="as 16x2048, 16x2048x64x8x128, 16x3072:uneven; repeatable"
+    )
+    parser.add_argument("--samples", type=int, default=25, help="graph replays of each variant")
+    parser.add_argument(
+        "--out", type=Path, help="CSV to append to (default: data/measured/decode_h200.csv)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
+    options = parser.parse_args(args)
+    try:
+        shapes = [parse_shape(s) for s in options.shape] if options.shape else DEFAULT_SHAPES
+    except ValueError as wrong:
+        print(wrong, file=sys.stderr)
+        return 2
+    if options.samples < 5:
+        print(f"--samples: expected at least 5, got {options.samples}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print("\n".join(shape.name for shape in shapes))
+        return 0
+    if INTERPRETED or not torch.cuda.is_available():
+        print(
+            "bench decode: expected a GPU, found none; --dry-run shows the grid", file=sys.stderr
+        )
+        return 2
+    out = options.out or measured_path("decode_h200")
+    source = record.provenance()
+    for shape in tqdm(shapes, desc="shapes", file=sys.stderr):
+        try:
+            rows = measure_shape(shape, samples=options.samples)
+        except RuntimeError as wrong:
+            print(f"{shape.name}: {wrong}", file=sys.stderr)
+            return 1
+        record.write_rows(out, [{**source, **row} for row in rows], record.DECODE)
+        print(show(rows), flush=True)
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,7 +32,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")
 
 # Rows that need no correctness columns: two ops that compute nothing whose value could be wrong,
 # and torch's own attention, which is there as a yardstick.
-UNCHECKED_OPS = ("read_pages", "plan", "sdpa")
+UNCHECKED_OPS = ("read_pages", "plan")
 
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 

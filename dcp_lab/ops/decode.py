@@ -326,6 +326,7 @@ def _config_for_fixed_splits(a: DecodeArguments, arch: str) -> DecodeConfig:
         head_dim=a.head_dim,
         head_dim_v=a.head_dim_v,
         itemsize=4 if INTERPRETED else a.k_cache.dtype.itemsize,
+        rows=query_rows(a.num_q_heads // a.num_kv_heads, a.max_query_len),
         max_tokens=a.num_requests * a.max_pages * a.page_size * a.num_kv_heads,
         num_splits_hint=a.num_splits,
         arch=arch,

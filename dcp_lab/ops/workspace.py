@@ -43,6 +43,7 @@ def choose_config(
     head_dim: int,
     head_dim_v: int,
     itemsize: int,
+    rows: int,
     max_tokens: int,
     num_splits_hint: int,
     arch: str,
@@ -52,6 +53,7 @@ def choose_config(
     Args:
         head_dim, head_dim_v: Elements.
         itemsize: Bytes of a KV element in the kernel.
+        rows: Of the query tile, from query_rows.
         max_tokens: KV tokens x KV heads a call reads at most, all requests.
         num_splits_hint: Pieces a request is cut into when all requests are alike.
         arch: 'cuda', 'hip' or 'interpreter'.
@@ -73,7 +75,10 @@ def choose_config(
     else:
         reduce = {"reduce_splits": 16, "reduce_columns": 64, "reduce_warps": 1}
     if arch == "hip":
-        # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. Not measured here.
+        # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. A query tile over 16
+        # rows leaves registers for half the tokens (64 tokens: 4 to 8 scalar spills, 32: none; by
+        # `dcp-lab amd-report`). Built, never run here.
+        block_n = block_n if rows == 16 else max(16, block_n // 2)
         return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2, **reduce)
     return DecodeConfig(block_n=block_n, num_warps=num_warps, num_stages=3, **reduce)
 
@@ -149,6 +154,7 @@ class DecodeWorkspace:
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             itemsize=4 if INTERPRETED else kv_dtype.itemsize,
+            rows=self.block_m,
             max_tokens=max_requests * max_seq_len * num_kv_heads,
             num_splits_hint=min(slots // max_requests, triton.cdiv(max_seq_len, 64)),
             arch=facts.arch,
@@ -242,7 +248,7 @@ class DecodeWorkspace:
             SHARD_SIZE=window_shard.size,
             INTERLEAVE=window_shard.interleave_size,
             BLOCK_B=block_b,
-            BLOCK_S=max(2, min(64, 4096 // block_b)),
+            BLOCK_S=max(2, min(64, 1024 // block_b)),
             SEARCH_STEPS=24,
             num_warps=4 if block_b <= 256 else 8,
         )

@@ -1,0 +1,316 @@
+"""Build every kernel for AMD GPUs without one, and say what the code uses.
+
+    dcp-lab amd-report [--check] [--out FILE]
+
+The public ops run with the launches caught: each kernel is compiled for gfx942 (MI300X) and gfx950
+(MI355X) with the arguments, launch config and specialisation that the op would launch there, and
+its
+assembly is read: registers, spills, scratch, LDS, matrix instructions (MFMA), and how wide the
+    loads are. Nothing is run, so this proves that the code builds and fits, not that it is right
+    or fast.
+
+--check fails on any spill or scratch use, on LDS beyond the chip's limit, on a decode kernel
+without MFMA or without 16-byte loads, and when the committed table (data/compiled/amd_kernels.csv)
+says something else under the same Triton version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# LDS a workgroup may use: CDNA3 64 KB, CDNA4 160 KB (AMD CDNA3 and CDNA4 instruction set guides).
+LDS_LIMIT = {"gfx942": 65536, "gfx950": 163840}
+# Compute units: MI300X 304, MI355X 256 (AMD data sheets).
+COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256}
+# Registers of a SIMD lane that waves share (same guides): 512, allocated in steps of 8.
+SIMD_VGPRS = 512
+MAX_WAVES = 8
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "data" / "compiled" / "amd_kernels.csv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What one kernel uses on one architecture.
+
+    Attributes:
+        arch, kernel, case: What was built; case is the call that launches it.
+        num_warps, num_stages: Of the launch.
+        vgprs, agprs, sgprs: Registers; waves_per_simd follows from vgprs + agprs.
+        vgpr_spills, sgpr_spills, scratch_bytes: All 0 in a kernel that fits.
+        lds_bytes: Of a workgroup.
+        mfma: Matrix instructions by kind, e.g. 'f32_16x16x16_bf16 x40'.
+        global_load_bits: Widths of loads from memory, e.g. '128 x17, 32 x4'.
+        lds_load_bits: The same of loads from LDS.
+    """
+
+    arch: str
+    kernel: str
+    case: str
+    triton: str
+    num_warps: int
+    num_stages: int
+    vgprs: int
+    agprs: int
+    sgprs: int
+    waves_per_simd: int
+    vgpr_spills: int
+    sgpr_spills: int
+    scratch_bytes: int
+    lds_bytes: int
+    mfma: str
+    global_load_bits: str
+    lds_load_bits: str
+
+    def faults(self) -> list[str]:
+        """Return what makes this build unfit, in words."""
+        found = []
+        for name in ("vgpr_spills", "sgpr_spills", "scratch_bytes"):
+            if getattr(self, name):
+                found.append(f"{name} = {getattr(self, name)}, expected 0")
+        if self.lds_bytes > LDS_LIMIT[self.arch]:
+            found.append(f"lds_bytes = {self.lds_bytes}, the chip has {LDS_LIMIT[self.arch]}")
+        if self.kernel in ("_decode_kernel", "_varlen_kernel"):
+            # fp32 has no wide MFMA: its dots may become plain FMAs.
+            if "float32" not in self.case and not self.mfma:
+                found.append("no MFMA, expected matrix instructions in both products")
+            if "128 x" not in self.global_load_bits:
+                found.append(f"loads of {self.global_load_bits}, expected 128 bits for K and V")
+        return [f"{self.arch} {self.kernel} ({self.case}): {fault}" for fault in found]
+
+
+def _number(assembly: str, field: str) -> int:
+    found = re.search(rf"\.{field}:\s+(\d+)", assembly)
+    return int(found.group(1)) if found else 0
+
+
+def _counts(names: list[str]) -> str:
+    """Return 'a x2, b x1', the widest or largest first."""
+    order = sorted(set(names), key=lambda name: (-int(re.sub(r"\D.*", "", name) or 0), name))
+    return ", ".join(f"{name} x{names.count(name)}" for name in order)
+
+
+def _load_bits(assembly: str, prefix: str) -> str:
+    widths = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "ushort": 16, "ubyte": 8}
+    widths |= {"short_d16": 16, "short_d16_hi": 16, "b128": 128, "b96": 96, "b64": 64, "b32": 32}
+    widths |= {"u16": 16, "u8": 8, "u16_d16": 16, "u16_d16_hi": 16, "b64_tr_b16": 64}
+    found = re.findall(rf"^\s+{prefix}_(\w+)\s", assembly, flags=re.MULTILINE)
+    return _counts([str(widths.get(kind, kind)) for kind in found])
+
+
+def read_build(arch: str, kernel: str, case: str, compiled: object) -> Build:
+    """Return what a compiled kernel's assembly says about it."""
+    import triton
+
+    assembly = compiled.asm["amdgcn"]
+    vgprs, agprs = _number(assembly, "vgpr_count"), _number(assembly, "agpr_count")
+    # On CDNA3 and CDNA4 vgpr_count holds the accumulation registers too.
+    waves = min(MAX_WAVES, SIMD_VGPRS // max(8, -(-vgprs // 8) * 8))
+    return Build(
+        arch=arch,
+        kernel=kernel,
+        case=case,
+        triton=triton.__version__,
+        num_warps=compiled.metadata.num_warps,
+        num_stages=compiled.metadata.num_stages,
+        vgprs=vgprs,
+        agprs=agprs,
+        sgprs=_number(assembly, "sgpr_count"),
+        waves_per_simd=waves,
+        vgpr_spills=_number(assembly, "vgpr_spill_count"),
+        sgpr_spills=_number(assembly, "sgpr_spill_count"),
+        scratch_bytes=_number(assembly, "private_segment_fixed_size"),
+        lds_bytes=compiled.metadata.shared,
+        mfma=_counts(re.findall(r"v_mfma_(\w+)", assembly)),
+        global_load_bits=_load_bits(assembly, "(?:global|buffer)_load"),
+        lds_load_bits=_load_bits(assembly, "ds_read"),
+    )
+
+
+@contextlib.contextmanager
+def _catching_launches(arch: str, caught: list[tuple[str, object]]) -> Iterator[None]:
+    """Compile for an architecture instead of launching; keep (kernel name, compiled kernel)."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class AbsentDevice:
+        """The part of a Triton driver that compiling needs."""
+
+        def get_current_device(self) -> int:
+            # Triton caches kernels by this number: one an architecture.
+            return list(LDS_LIMIT).index(arch)
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("hip", arch, 64)
+
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        caught.append((self.__name__, compiled))
+        return compiled
+
+    driver.set_active(AbsentDevice())
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Return calls that between them launch every kernel in every config that AMD would use."""
+    import torch
+
+    from dcp_lab.kernels import merge
+    from dcp_lab.ops.decode import paged_decode
+    from dcp_lab.ops.gather import gather_decode, gather_kv
+    from dcp_lab.ops.kv_write import write_kv
+    from dcp_lab.ops.merge import merge_states
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+    def inputs(requests, tokens, q_heads, kv_heads, dim, dtype, page=16, queries=1):
+        return (
+            torch.empty(requests * queries, q_heads, dim, dtype=dtype),
+            torch.empty(4, page, kv_heads, dim, dtype=dtype),
+            torch.empty(4, page, kv_heads, dim, dtype=dtype),
+            torch.empty(requests, -(-tokens // page), dtype=torch.int32),
+            torch.empty(requests, dtype=torch.int32),
+        )
+
+    found: dict[str, Callable[[], object]] = {}
+    shapes = [
+        (1, 8192, 16, 1, 128),
+        (1, 65536, 16, 1, 128),
+        (16, 1024, 8, 1, 128),
+        (16, 8192, 16, 1, 128),
+        (64, 8192, 64, 8, 128),
+        (256, 1024, 16, 1, 128),
+        (1024, 1024, 8, 1, 128),
+        (16, 2048, 32, 32, 128),
+        (16, 2048, 32, 4, 64),
+        (4, 2048, 8, 2, 80),
+        (4, 2048, 8, 1, 256),
+    ]
+    for shape in shapes:
+        for dtype in (bf16, fp16, fp32):
+            if dtype != bf16 and shape != (16, 8192, 16, 1, 128):
+                continue
+            name = "{}x{} {}q/{}kv d{}".format(*shape) + f" {str(dtype).removeprefix('torch.')}"
+            found[f"decode {name}"] = lambda s=shape, d=dtype: paged_decode(*inputs(*s, d))
+            for gather in ("per_token", "per_page"):
+                found[f"gather_decode {gather} {name}"] = lambda s=shape, d=dtype, g=gather: (
+                    gather_decode(*inputs(*s, d), gather=g)
+                )
+    shape = (16, 8192, 16, 1, 128)
+    found["decode 1 split bfloat16"] = lambda: paged_decode(*inputs(*shape, bf16), num_splits=1)
+    found["decode 8 splits bfloat16"] = lambda: paged_decode(*inputs(*shape, bf16), num_splits=8)
+    start = torch.arange(17, dtype=torch.int32) * 4
+    found["decode 4 query tokens bfloat16"] = lambda: paged_decode(
+        *inputs(*shape, bf16, queries=4), query_start_loc=start, max_query_len=4
+    )
+    found["decode window softcap sinks bfloat16"] = lambda: paged_decode(
+        *inputs(*shape, bf16), sliding_window=128, softcap=30.0, sinks=torch.empty(16)
+    )
+
+    def write() -> None:
+        rows = torch.empty(16, 1, 128, dtype=bf16)
+        _, k_cache, v_cache, *_ = inputs(*shape, bf16)
+        write_kv(rows, rows, k_cache, v_cache, torch.empty(16, dtype=torch.int64))
+
+    found["write_kv bfloat16"] = write
+    found["gather_kv bfloat16"] = lambda: gather_kv(*inputs(*shape, bf16)[1:])
+
+    def exchange() -> None:
+        out, lse = torch.empty(16, 16, 128, dtype=bf16), torch.empty(16, 16)
+        send, lses = torch.empty(2, 16, 8, 128, dtype=bf16), torch.empty(2, 16, 8)
+        merge.launch_pack(out=out, lse=lse, send_out=send, send_lse=lses)
+        merge.launch_rescale(
+            rank=0, out=out, lses=torch.empty(2, 16, 16), send=send, lse=torch.empty(16, 8)
+        )
+
+    found["reducers bfloat16"] = exchange
+    found["merge_states bfloat16"] = lambda: merge_states(
+        torch.empty(2, 16, 8, 128, dtype=bf16), torch.empty(2, 16, 8)
+    )
+    return found
+
+
+def collect() -> list[Build]:
+    """Build everything for both architectures. Needs TRITON_INTERPRET=0, see main."""
+    from tqdm import tqdm
+
+    from dcp_lab.ops.device import Device, planning_for
+
+    builds: dict[tuple[object, ...], Build] = {}
+    for arch in LDS_LIMIT:
+        for case, call in tqdm(cases().items(), desc=arch, file=sys.stderr, leave=False):
+            caught: list[tuple[str, object]] = []
+            with (
+                planning_for(Device("hip", COMPUTE_UNITS[arch])),
+                _catching_launches(arch, caught),
+            ):
+                call()
+            for kernel, compiled in caught:
+                # One row a distinct binary: many cases share the small kernels.
+                key = (arch, kernel, compiled.hash)
+                builds.setdefault(key, read_build(arch, kernel, case, compiled))
+    return list(builds.values())
+
+
+def main(args: list[str] | None = None) -> int:
+    """Write or check the table; return 1 when a build is unfit or the committed table is stale."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare and fail, write nothing")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="table to write or compare")
+    options = parser.parse_args(args)
+    if os.environ.get("TRITON_INTERPRET") != "0":
+        # Triton decides when it is imported whether kernels are interpreted: start over without.
+        command = [sys.executable, "-m", "dcp_lab.bench.amd", "--out", str(options.out)]
+        command += ["--check"] if options.check else []
+        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}).returncode
+
+    import pandas as pd
+
+    from dcp_lab.bench.record import write_csv
+
+    builds = collect()
+    faults = [fault for build in builds for fault in build.faults()]
+    frame = pd.DataFrame([dataclasses.asdict(build) for build in builds])
+    if options.check and not options.out.exists():
+        faults.append(f"{options.out.name}: not there; `dcp-lab amd-report` writes it")
+    elif options.check:
+        committed = pd.read_csv(options.out, keep_default_na=False)
+        if set(committed.triton) != set(frame.triton):
+            print(f"not compared: the table is of Triton {', '.join(set(committed.triton))}")
+        elif not committed.astype(str).equals(frame.astype(str)):
+            faults.append(f"{options.out.name}: differs from this build; `dcp-lab amd-report`")
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_csv(options.out, frame)
+    shown = frame.drop(columns=["triton", "agprs", "sgprs", "sgpr_spills"])
+    print(shown.to_string(index=False, max_colwidth=44))
+    for fault in faults:
+        print(f"amd-report: {fault}", file=sys.stderr)
+    kernels = frame.kernel.nunique()
+    print(f"{len(frame)} builds of {kernels} kernels for {', '.join(LDS_LIMIT)}", end="; ")
+    print(f"{len(faults)} faults" if faults else "no spill, no scratch, LDS within the limits")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
