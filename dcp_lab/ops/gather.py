@@ -1,0 +1,583 @@
+"""gather_kv and gather_decode: copy the pages into contiguous K and V first, then attend those."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+
+from dcp_lab.kernels import INTERPRETED, interpreter_safe
+from dcp_lab.kernels import gather as kernels
+from dcp_lab.kernels.varlen import _varlen_kernel
+from dcp_lab.ops.arguments import (
+    DecodeArguments,
+    KVCacheArguments,
+    check_block_table,
+    check_decode_arguments,
+    check_kv_cache,
+)
+from dcp_lab.ops.checks import (
+    FLOAT_DTYPES,
+    check_positive_int,
+    check_tensor,
+    dtype_name,
+    fail,
+    unsupported,
+)
+from dcp_lab.ops.copies import as_bits, choose_copy_config
+from dcp_lab.sharding import Shard
+from dcp_lab.state import AttnState
+
+GATHERS = ("per_token", "per_page", "published")
+MAX_TOKENS = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class VarlenConfig:
+    """Launch knobs of `_varlen_kernel`.
+
+    Attributes:
+        block_m: Query rows of one head a tile holds; 64 is the smallest of a prefill kernel.
+        block_n: Keys a tile holds.
+        num_warps, num_stages: Of a program and of its software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_varlen_config(head_dim: int, head_dim_v: int, itemsize: int) -> VarlenConfig:
+    """Return a prefill kernel's tile: 64 rows by 64 keys, fewer where K and V would not fit.
+
+    Not swept: it stands for a kernel that was not made for one query row.
+    """
+    width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(head_dim_v)
+    # At most 32 KB of K and V a stage: CDNA3 has 64 KB of LDS.
+    keys = max(16, min(64, 32768 // (width * itemsize)))
+    # A power of two: where K and V differ in width the quotient is none.
+    block_n = 1 << (keys.bit_length() - 1)
+    return VarlenConfig(block_m=64, block_n=block_n, num_warps=4, num_stages=2)
+
+
+class GatherWorkspace:
+    """Buffers and plan of a gather, made once and shared by all layers.
+
+    Sized for the largest step; never grows, moves or allocates afterwards, so a captured graph may
+    point to it. `prepare` decides on the device which row of the result belongs to which request:
+    one launch a step, all layers use the same plan, as vLLM's metadata builder does.
+
+    Args:
+        max_requests: Most requests of a step.
+        max_tokens: Most tokens of a step, all requests together; what is over is cut off.
+        num_kv_heads, head_dim: Of the cache.
+        page_size: Of the cache.
+        head_dim_v: Default: head_dim.
+        dtype: Of the gathered K and V. Default: bf16.
+        gather: 'per_token' or 'per_page'. Default: 'per_token'.
+        device: Default: the current GPU, or the CPU under the interpreter.
+
+    Attributes:
+        k: [max_tokens, Hkv, D], K of all requests one after the other.
+        v: [max_tokens, Hkv, Dv].
+        cu_seqlens: int32 [max_requests + 1], first row of each request.
+
+    Raises:
+        ValueError: A size is not an int >= 1 (max_tokens: >= 0), dtype or gather is unknown.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        gather: str = "per_token",
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.max_requests = check_positive_int("max_requests", max_requests)
+        self.max_tokens = _check_tokens("max_tokens", max_tokens)
+        self.num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
+        self.head_dim = check_positive_int("head_dim", head_dim)
+        self.head_dim_v = check_positive_int(
+            "head_dim_v", head_dim if head_dim_v is None else head_dim_v
+        )
+        self.page_size = check_positive_int("page_size", page_size)
+        if dtype not in FLOAT_DTYPES:
+            fail("dtype", "torch.float32, torch.float16 or torch.bfloat16", dtype)
+        self.gather = _check_gather(gather)
+        if device is None:
+            device = "cpu" if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+        # Small pages are copied several at a time, so that a program has 16 tokens at least.
+        pages = 16 // page_size or 1
+        self._unit_tokens = 1 if gather == "per_token" else page_size * pages
+        most_units = max_tokens
+        if gather == "per_page":
+            # A request that starts and ends inside a unit touches one more than its tokens fill.
+            most_units = min(max_tokens, max_tokens // self._unit_tokens + 2 * max_requests)
+        self._num_units = most_units
+        self.k = torch.empty(max_tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.v = torch.empty(max_tokens, num_kv_heads, self.head_dim_v, dtype=dtype, device=device)
+        self.device = self.k.device
+        counts = (max_requests + 1, max_requests + 1, most_units)
+        self.cu_seqlens, self._cu_units, self._unit_requests = (
+            torch.empty(n, dtype=torch.int32, device=device) for n in counts
+        )
+        self.prepared: int | None = None
+
+    def memory_bytes(self) -> int:
+        """Return the device memory this workspace holds."""
+        tensors = (self.k, self.v, self.cu_seqlens, self._cu_units, self._unit_requests)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def prepare(
+        self,
+        seq_lens: torch.Tensor,
+        *,
+        max_pages: int,
+        seq_starts: torch.Tensor | None = None,
+    ) -> None:
+        """Lay out this step's requests one after the other: one launch, for all layers.
+
+        Args:
+            seq_lens: int32 [B], tokens to gather of each request, B <= max_requests.
+            max_pages: Columns of block_table; no request has tokens past them.
+            seq_starts: int32 [B], first token to gather. Default: 0.
+
+        Raises:
+            ValueError: A tensor is not int32 [B] on this device, or B > max_requests.
+
+        Notes:
+            Safe under graph capture; no sync, no allocation.
+        """
+        check_tensor(
+            "seq_lens",
+            seq_lens,
+            dtypes=(torch.int32,),
+            shape=["B"],
+            device=self.device,
+            last_contiguous=True,
+        )
+        num_requests = seq_lens.shape[0]
+        if num_requests > self.max_requests:
+            fail("seq_lens", f"at most max_requests={self.max_requests} requests", seq_lens)
+        if seq_starts is not None:
+            check_tensor(
+                "seq_starts",
+                seq_starts,
+                dtypes=(torch.int32,),
+                shape=[f"B={num_requests}"],
+                device=self.device,
+                last_contiguous=True,
+            )
+        self.prepared = num_requests
+        block_b = max(2, min(128, triton.next_power_of_2(num_requests)))
+        block_u = max(2, min(8192 // block_b, triton.next_power_of_2(self._num_units)))
+        kernels._plan_gather_kernel[(max(1, triton.cdiv(self._num_units, block_u)),)](
+            seq_lens_ptr=seq_lens,
+            seq_starts_ptr=seq_lens if seq_starts is None else seq_starts,
+            cu_seqlens_ptr=self.cu_seqlens,
+            cu_units_ptr=self._cu_units,
+            unit_requests_ptr=self._unit_requests,
+            num_requests=num_requests,
+            num_rows=self.max_tokens,
+            num_units=self._num_units,
+            table_tokens=max_pages * self.page_size,
+            UNIT=self._unit_tokens,
+            HAS_SEQ_STARTS=seq_starts is not None,
+            BLOCK_B=block_b,
+            BLOCK_U=block_u,
+            num_warps=4,
+        )
+
+    def copy(
+        self,
+        cache: KVCacheArguments,
+        block_table: torch.Tensor,
+        seq_starts: torch.Tensor | None = None,
+    ) -> None:
+        """Copy one layer's K and V into this workspace: one launch, after `prepare`."""
+        if self._num_units == 0:
+            return
+        k_cache, v_cache, k, v = cache.k_cache, cache.v_cache, self.k, self.v
+        if k_cache.dtype == k.dtype:
+            k_cache, v_cache, k, v = map(as_bits, (k_cache, v_cache, k, v))
+        shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
+            k_cache_ptr=k_cache,
+            v_cache_ptr=v_cache,
+            k_ptr=k,
+            v_ptr=v,
+            block_table_ptr=block_table,
+            seq_starts_ptr=block_table if seq_starts is None else seq_starts,
+            cu_seqlens_ptr=self.cu_seqlens,
+            unit_requests_ptr=self._unit_requests,
+            stride_k_p=cache.k_strides[0],
+            stride_k_t=cache.k_strides[1],
+            stride_k_h=cache.k_strides[2],
+            stride_v_p=cache.v_strides[0],
+            stride_v_t=cache.v_strides[1],
+            stride_v_h=cache.v_strides[2],
+            stride_bt=block_table.stride(0),
+            NUM_KV_HEADS=self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            HEAD_DIM_V=self.head_dim_v,
+            PAGE_SIZE=self.page_size,
+            HAS_SEQ_STARTS=seq_starts is not None,
+            BLOCK_D=triton.next_power_of_2(self.head_dim),
+            BLOCK_DV=triton.next_power_of_2(self.head_dim_v),
+        )
+        if self.gather == "per_token":
+            grid = (self._num_units, self.num_kv_heads)
+            kernels._gather_per_token_kernel[grid](**shared, num_warps=4)
+            return
+        rows = self._unit_tokens * self.num_kv_heads
+        config = choose_copy_config(rows, max(self.head_dim, self.head_dim_v), self.device)
+        grid = (self._num_units, triton.cdiv(rows, config.block_rows))
+        kernels._gather_per_page_kernel[grid](
+            cu_units_ptr=self._cu_units,
+            UNIT=self._unit_tokens,
+            BLOCK_R=config.block_rows,
+            num_warps=config.num_warps,
+            **shared,
+        )
+
+
+def gather_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_layout: str = "NHD",
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+    total_tokens: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    gather: str = "per_page",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy tokens of paged requests into contiguous K and V, one request after the other.
+
+    k[cu_seqlens[b] + i] = token seq_starts[b] + i of request b,  i < seq_lens[b]
+
+    Args:
+        k_cache: [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND) fp32, fp16 or bf16, any strides
+            with a contiguous last dimension.
+        v_cache: The same with Dv.
+        block_table: int32 [B, max_pages], physical page of each logical one. Only entries that
+            hold gathered tokens are read.
+        seq_lens: int32 [B], tokens to gather of each request, counted from seq_starts.
+        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
+        k_scale, v_scale: Not supported yet.
+        seq_starts: int32 [B], first token to gather of each request. Tokens that block_table has
+            no page for are left out, so a start past the table gathers nothing. Default: 0.
+        total_tokens: N, rows of the result. Default: B * max_pages * page, all the table can hold,
+            since the true total is known to the device only. If it is smaller than the true total
+            the last tokens are cut off and cu_seqlens says what is there; nothing is written past
+            N.
+        out_dtype: fp32, fp16 or bf16. Default: the cache's.
+        gather: 'per_page' or 'per_token', which kernel copies. Default: 'per_page'.
+
+    Returns:
+        k [N, Hkv, D], v [N, Hkv, Dv] and cu_seqlens int32 [B + 1]: request b's tokens are rows
+        cu_seqlens[b] to cu_seqlens[b + 1]. Rows past cu_seqlens[-1] are undefined.
+
+    Raises:
+        ValueError: An argument breaks the contract; the message names it, what was expected and
+            what was given.
+        NotImplementedError: kv_layout='SHUFFLE', an fp8 cache, k_scale or v_scale.
+
+    Notes:
+        Two launches (plan, copy), no sync. A GatherWorkspace shares the plan between layers.
+        Graph capture: safe; the results are allocated in the graph's pool.
+        Moves 2 * N * Hkv * (D + Dv) * itemsize bytes: every one is read and written.
+
+    Source:
+        'per_token' after vLLM's cp_mha_gather_cache_kernel (Apache-2.0); 'per_page' written here.
+    """
+    cache = check_kv_cache(k_cache, v_cache, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale)
+    num_requests, max_pages = check_block_table(block_table, seq_lens, device=k_cache.device)
+    if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
+        fail("out_dtype", "torch.float32, torch.float16, torch.bfloat16 or None", out_dtype)
+    out_dtype = k_cache.dtype if out_dtype is None else out_dtype
+    # The interpreter truncates where a cast to bf16 should round: torch casts there.
+    cast_after = INTERPRETED and torch.bfloat16 in (out_dtype, k_cache.dtype)
+    workspace = _make_workspace(
+        cache,
+        num_requests=num_requests,
+        max_pages=max_pages,
+        total_tokens=total_tokens,
+        dtype=k_cache.dtype if cast_after else out_dtype,
+        gather=gather,
+    )
+    workspace.prepare(seq_lens, max_pages=max_pages, seq_starts=seq_starts)
+    workspace.copy(cache, block_table, seq_starts)
+    cu_seqlens = workspace.cu_seqlens[: num_requests + 1]
+    return workspace.k.to(out_dtype), workspace.v.to(out_dtype), cu_seqlens
+
+
+def gather_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    kv_layout: str = "NHD",
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    shard: Shard | None = None,
+    global_seq_lens: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    workspace: GatherWorkspace | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    gather: str = "per_token",
+    total_tokens: int | None = None,
+) -> AttnState:
+    """Do what paged_decode does by gathering the paged KV first: the path study 1 blames.
+
+    out[t, h] = sum_s softmax_s(score[t, h, s]) v[s, h // G],  G = Hq // Hkv
+    lse[t, h] = ln sum_s exp(score[t, h, s]),  score = softmax_scale q[t, h] . k[s, h // G]
+
+    A plan, a gather into contiguous K and V, and a varlen attention whose tiles are those of a
+    prefill kernel (one query head, 64 rows, no split), as the published path calls AITER's.
+
+    Args:
+        q: [T, Hq, D] fp32, fp16 or bf16, last dimension contiguous, any other strides.
+        k_cache, v_cache: Pages in q's dtype, [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), V
+            with Dv in D's place; last dimension contiguous, any other strides.
+        block_table: int32 [B, max_pages], physical page of each logical one. Entries past
+            ceil(seq_lens / page) are never read.
+        seq_lens: int32 [B], tokens in this cache (this rank's count under DCP), the tokens being
+            decoded included: KV is written first.
+        softmax_scale: Multiplies q . k. Default: D ** -0.5.
+        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
+        query_start_loc: int32 [B + 1], request b owns rows [b] to [b + 1]; rows past the last
+            entry are padding (out 0, lse -inf). Default: one token a request, T = B.
+        max_query_len: Most query tokens of a request. Default: 1.
+        shard: This rank's share of the tokens. Default: the cache holds whole requests.
+        global_seq_lens: int32 [B], tokens of the whole request; needed with shard when
+            max_query_len > 1. Query j of n sees global positions <= global_seq_lens - n + j.
+        num_splits: 1, which is what it does. Default: 1.
+        workspace: A GatherWorkspace prepared with this step's seq_lens. Default: made and prepared
+            by the call (one launch more, and allocations).
+        out: [T, Hq, Dv] in q's dtype, written in place. Default: allocated.
+        lse: [T, Hq] fp32, written in place. Default: allocated.
+        gather: 'per_token': one program copies one head of one token, as vLLM does on ROCm;
+            'per_page': one program copies a page, the best we know. Default: 'per_token'.
+        total_tokens: Tokens of all requests together, if the host knows: sizes the gathered
+            buffers and grid. Smaller than the true total it cuts the last tokens off. Default:
+            B * max_pages * page, which needs no sync. Not with workspace, which has its own size.
+        k_scale, v_scale, sliding_window, softcap, sinks: Not supported yet.
+
+    Returns:
+        AttnState(out, lse). A row that sees no key (empty request, empty shard, padding) gives
+        out = 0 and lse = -inf.
+
+    Raises:
+        ValueError: An argument breaks the contract; the message says which, what was expected and
+            what was given. Raised before any launch and without a device sync.
+        NotImplementedError: gather='published', kv_layout='SHUFFLE', an fp8 cache, k_scale,
+            v_scale, sliding_window, softcap, sinks or num_splits > 1.
+
+    Notes:
+        Launches: 2 with a prepared workspace (gather, attention), else 3.
+        Graph capture: safe; without a workspace the buffers come from the graph's pool. seq_lens,
+            block_table and q are read on the device, so they may change in place between replays.
+            Accumulates in fp32. The same inputs give the same bits.
+        CPU: runs through Triton's interpreter; bf16 is computed in fp32 and rounded once.
+
+    Source:
+        Written here after the decode path of vLLM's ROCM_AITER_FA backend (Apache-2.0).
+    """
+    for name, value in (
+        ("sliding_window", sliding_window),
+        ("softcap", softcap),
+        ("sinks", sinks),
+    ):
+        if value is not None:
+            unsupported(name, value, "leave it None, or use paged_decode")
+    if gather == "published":
+        unsupported("gather", gather, "use 'per_token' or 'per_page'")
+    _check_gather(gather)
+    a = check_decode_arguments(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        softmax_scale=softmax_scale,
+        kv_layout=kv_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        shard=shard,
+        global_seq_lens=global_seq_lens,
+        num_splits=num_splits,
+        out=out,
+        lse=lse,
+    )
+    if num_splits is not None and num_splits > 1:
+        unsupported("num_splits", num_splits, "leave it None or 1, or use paged_decode")
+    if workspace is not None:
+        _check_workspace(workspace, a, gather=gather, total_tokens=total_tokens)
+    else:
+        workspace = _make_workspace(
+            a,
+            num_requests=a.num_requests,
+            max_pages=a.max_pages,
+            total_tokens=total_tokens,
+            dtype=k_cache.dtype,
+            gather=gather,
+        )
+        workspace.prepare(seq_lens, max_pages=a.max_pages)
+    if out is None:
+        out = torch.empty(
+            a.num_tokens, a.num_q_heads, a.head_dim_v, dtype=q.dtype, device=q.device
+        )
+    if lse is None:
+        lse = torch.empty(a.num_tokens, a.num_q_heads, dtype=torch.float32, device=q.device)
+    if a.num_tokens == 0:
+        return AttnState(out, lse)
+    workspace.copy(a, block_table)
+    rounded = interpreter_safe(out)
+    _launch_varlen(a, workspace=workspace, out=rounded, lse=lse)
+    if rounded is not out:
+        out.copy_(rounded)
+    return AttnState(out, lse)
+
+
+def _check_gather(gather: object) -> str:
+    """Return gather if it names a kernel that copies."""
+    if gather not in GATHERS[:2]:
+        fail("gather", "'per_token' or 'per_page'", gather)
+    return gather
+
+
+def _check_tokens(argument: str, value: object) -> int:
+    """Return value if it is a number of rows that int32 can count."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
+        fail(argument, f"an int from 0 to {MAX_TOKENS}", value)
+    return value
+
+
+def _make_workspace(
+    cache: KVCacheArguments,
+    *,
+    num_requests: int,
+    max_pages: int,
+    total_tokens: int | None,
+    dtype: torch.dtype,
+    gather: str,
+) -> GatherWorkspace:
+    """Return a workspace for one call, with total_tokens rows or all the table can hold."""
+    if total_tokens is None:
+        total_tokens = num_requests * max_pages * cache.page_size
+    return GatherWorkspace(
+        max(1, num_requests),
+        _check_tokens("total_tokens", total_tokens),
+        cache.num_kv_heads,
+        cache.head_dim,
+        cache.page_size,
+        head_dim_v=cache.head_dim_v,
+        dtype=dtype,
+        gather=gather,
+        device=cache.k_cache.device,
+    )
+
+
+def _check_workspace(
+    workspace: GatherWorkspace, a: DecodeArguments, *, gather: str, total_tokens: int | None
+) -> None:
+    """Raise unless the workspace fits the call and is prepared for as many requests."""
+    if not isinstance(workspace, GatherWorkspace):
+        fail("workspace", "a GatherWorkspace or None", workspace)
+    if total_tokens is not None:
+        fail("total_tokens", "None with workspace, which has its own max_tokens", total_tokens)
+    wanted = {
+        "gather": gather,
+        "num_kv_heads": a.num_kv_heads,
+        "head_dim": a.head_dim,
+        "head_dim_v": a.head_dim_v,
+        "page_size": a.page_size,
+        "device": a.q.device,
+    }
+    for name, value in wanted.items():
+        if getattr(workspace, name) != value:
+            fail("workspace", f"one made for {name}={value}", f"{name}={getattr(workspace, name)}")
+    if workspace.k.dtype != a.k_cache.dtype:
+        fail("workspace", f"one made for dtype {dtype_name(a.k_cache.dtype)}", workspace.k)
+    if workspace.prepared is None:
+        fail("workspace", "a prepared one: call workspace.prepare once a step", "unprepared")
+    if workspace.prepared != a.num_requests:
+        fail(
+            "workspace",
+            f"one prepared for this call's {a.num_requests} requests",
+            f"one prepared for {workspace.prepared}",
+        )
+
+
+def _launch_varlen(
+    a: DecodeArguments, *, workspace: GatherWorkspace, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the attention over the gathered K and V."""
+    q, k, v = map(interpreter_safe, (a.q, workspace.k, workspace.v))
+    shard = a.shard if a.shard is not None else Shard(0, 1)
+    ragged = a.query_start_loc is not None
+    config = choose_varlen_config(a.head_dim, a.head_dim_v, k.element_size())
+    grid = (
+        a.num_q_heads,
+        triton.cdiv(a.max_query_len, config.block_m),
+        a.num_requests + ragged,
+    )
+    _varlen_kernel[grid](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        cu_seqlens_ptr=workspace.cu_seqlens,
+        total_lens_ptr=a.total_lens,
+        query_start_loc_ptr=a.query_start_loc if ragged else a.seq_lens,
+        out_ptr=out,
+        lse_ptr=lse,
+        softmax_scale=a.softmax_scale,
+        num_requests=a.num_requests,
+        num_tokens=a.num_tokens,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_k_n=k.stride(0),
+        stride_k_h=k.stride(1),
+        stride_v_n=v.stride(0),
+        stride_v_h=v.stride(1),
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_lse_t=lse.stride(0),
+        stride_lse_h=lse.stride(1),
+        GROUP=a.num_q_heads // a.num_kv_heads,
+        HEAD_DIM=a.head_dim,
+        HEAD_DIM_V=a.head_dim_v,
+        HAS_QUERY_START_LOC=ragged,
+        CAUSAL=a.max_query_len > 1,
+        SHARD_RANK=shard.rank,
+        SHARD_SIZE=shard.size,
+        INTERLEAVE=shard.interleave_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=triton.next_power_of_2(a.head_dim),
+        BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
