@@ -394,7 +394,7 @@ def arguments() -> dict:
         ("gather", "fast", r"gather: expected 'per_token' or 'per_page', got 'fast'"),
         ("kv_layout", "NDH", r"kv_layout: expected one of 'NHD', 'HND', 'SHUFFLE', got 'NDH'"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused(name: str, value: object, message: str) -> None:
     """A bad argument is named, with what was expected and what was given."""
     with pytest.raises(ValueError, match=message):

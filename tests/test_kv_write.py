@@ -181,7 +181,7 @@ def arguments() -> dict:
         ("v_cache", torch.zeros(4, 8, 2, 32).half(), r"v_cache: expected float32 .*, got float16"),
         ("kv_layout", "NDH", r"kv_layout: expected one of 'NHD', 'HND', 'SHUFFLE', got 'NDH'"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused(name: str, value: object, message: str) -> None:
     """A bad argument is named, with what was expected and what was given."""
     with pytest.raises(ValueError, match=message):
