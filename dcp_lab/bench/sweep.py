@@ -49,13 +49,15 @@ def configs(shape: DecodeShape) -> list[DecodeConfig]:
     tiles = [(16, 1, 3), (32, 2, 3), (32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 2, 3), (128, 8, 3)]
     if shape.head_dim == 64:
         tiles = [(32, 1, 3), (64, 2, 3), (64, 4, 3), (128, 4, 3), (128, 8, 3)]
-    reduces = [(16, 64, 1), (64, 32, 1), (128, 32, 4), (32, 64, 2)]
-    if shape.requests > 4:
-        reduces = [(16, 64, 1), (32, 32, 1)]
+    reduces = [(16, 64, 1)]
+    if shape.requests <= 4:
+        reduces = [(64, 32, 1), (128, 32, 4), (256, 32, 4)]
     found = []
-    for (block_n, warps, stages), slots, (splits, columns, reduce_warps) in itertools.product(
-        tiles, (1, 2, 3, 4), reduces
-    ):
+    for (block_n, warps, stages), slots, (
+        splits,
+        columns,
+        reduce_warps,
+    ), overlap in itertools.product(tiles, (1, 2, 3, 4), reduces, (False, True)):
         found.append(
             DecodeConfig(
                 block_n=block_n,
@@ -66,6 +68,7 @@ def configs(shape: DecodeShape) -> list[DecodeConfig]:
                 reduce_splits=splits,
                 reduce_columns=columns,
                 reduce_warps=reduce_warps,
+                overlap_entry=overlap,
             )
         )
     return found
@@ -82,10 +85,10 @@ def sweep(shape: DecodeShape, *, samples: int) -> list[dict[str, object]]:
     for config in configs(shape):
         name = "/".join(str(v) for v in (config.block_n, config.num_warps, config.num_stages))
         name += f" s{config.slots_per_sm} r{config.reduce_splits}.{config.reduce_columns}."
-        name += str(config.reduce_warps)
+        name += str(config.reduce_warps) + (" overlap" if config.overlap_entry else "")
         try:
             variant = paged_variant(x, name, config)
-            error, _, _ = check_variant(x, variant)
+            error = check_variant(x, variant).out_error
         except (RuntimeError, triton.runtime.errors.OutOfResources) as reason:
             print(f"{shape.name} {name}: left out: {reason}", flush=True)
             continue

@@ -400,9 +400,10 @@ def _reduce_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WAIT_LAUNCH: tl.constexpr,
+    EARLY_LAUNCH: tl.constexpr,
 ):
     """Grid (query heads, column blocks, split requests x query tokens): merge a row's partials."""
-    if WAIT_LAUNCH:
+    if EARLY_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,4 +1,4 @@
-"""What write_kv and gather_kv share: tile sizes and bit copies."""
+"""The tiles of write_kv and gather_kv."""
 
 from __future__ import annotations
 
@@ -31,12 +31,3 @@ def choose_copy_config(num_rows: int, head_dim: int, device: torch.device) -> Co
     elements = 65536 if device_of(device).arch == "interpreter" else 2048
     most = max(1, elements // triton.next_power_of_2(head_dim))
     return CopyConfig(block_rows=min(most, triton.next_power_of_2(num_rows)), num_warps=4)
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bf16 tensor as a view of its int16 bits, others as they are.
-
-    A copy in the same dtype moves bits. The interpreter would send bf16 through arithmetic that it
-    gets wrong.
-    """
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

@@ -239,8 +239,8 @@ def _launch(
         partial_lse = torch.empty(*rows, dtype=torch.float32, device=a.q.device)
     shard = a.shard if a.shard is not None else Shard(0, 1)
     query_start_loc = a.seq_lens if a.query_start_loc is None else a.query_start_loc
-    early = device.dependent_launch and num_reduced > 0
-    dependent = {"launch_pdl": True} if device.dependent_launch else {}
+    overlap_reduce = device.dependent_launch and num_reduced > 0
+    overlap_entry = device.dependent_launch and config.overlap_entry
     shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
         seq_lens_ptr=a.seq_lens,
         total_lens_ptr=a.total_lens,
@@ -296,10 +296,10 @@ def _launch(
         BLOCK_D=triton.next_power_of_2(a.head_dim),
         BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
         STAGES=config.num_stages,
-        WAIT_LAUNCH=device.dependent_launch,
-        EARLY_LAUNCH=early,
+        WAIT_LAUNCH=overlap_entry,
+        EARLY_LAUNCH=overlap_reduce,
         num_warps=config.num_warps,
-        **dependent,
+        **({"launch_pdl": True} if overlap_entry else {}),
         **shared,
     )
     if not num_reduced:
@@ -313,9 +313,10 @@ def _launch(
         TILE=config.block_n,
         BLOCK_S=config.reduce_splits,
         BLOCK_C=columns,
-        WAIT_LAUNCH=early,
+        WAIT_LAUNCH=overlap_reduce,
+        EARLY_LAUNCH=overlap_entry,
         num_warps=config.reduce_warps,
-        **dependent,
+        **({"launch_pdl": True} if overlap_reduce else {}),
         **shared,
     )
 

@@ -25,7 +25,7 @@ from dcp_lab.ops.checks import (
     fail,
     unsupported,
 )
-from dcp_lab.ops.copies import as_bits, choose_copy_config
+from dcp_lab.ops.copies import choose_copy_config
 from dcp_lab.sharding import Shard
 from dcp_lab.state import AttnState
 
@@ -205,14 +205,11 @@ class GatherWorkspace:
         """Copy one layer's K and V into this workspace: one launch, after `prepare`."""
         if self._num_units == 0:
             return
-        k_cache, v_cache, k, v = cache.k_cache, cache.v_cache, self.k, self.v
-        if k_cache.dtype == k.dtype:
-            k_cache, v_cache, k, v = map(as_bits, (k_cache, v_cache, k, v))
         shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
-            k_cache_ptr=k_cache,
-            v_cache_ptr=v_cache,
-            k_ptr=k,
-            v_ptr=v,
+            k_cache_ptr=cache.k_cache,
+            v_cache_ptr=cache.v_cache,
+            k_ptr=self.k,
+            v_ptr=self.v,
             block_table_ptr=block_table,
             seq_starts_ptr=block_table if seq_starts is None else seq_starts,
             cu_seqlens_ptr=self.cu_seqlens,

@@ -9,7 +9,7 @@ from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels import kv_write as kernels
 from dcp_lab.ops.arguments import check_kv_cache
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor
-from dcp_lab.ops.copies import as_bits, choose_copy_config
+from dcp_lab.ops.copies import choose_copy_config
 
 
 def write_kv(
@@ -80,12 +80,9 @@ def write_kv(
     )
     if num_tokens == 0:
         return
-    if key.dtype == k_cache.dtype:
-        key, value, k_cache, v_cache = map(as_bits, (key, value, k_cache, v_cache))
-    elif INTERPRETED and torch.bfloat16 in (key.dtype, k_cache.dtype):
-        # The interpreter truncates where it should round.
-        key, value = as_bits(key.to(k_cache.dtype)), as_bits(value.to(k_cache.dtype))
-        k_cache, v_cache = as_bits(k_cache), as_bits(v_cache)
+    if INTERPRETED and torch.bfloat16 in (key.dtype, k_cache.dtype):
+        # The interpreter truncates where a cast to bf16 should round: torch casts there.
+        key, value = key.to(k_cache.dtype), value.to(k_cache.dtype)
     num_rows = num_tokens * heads
     config = choose_copy_config(num_rows, max(cache.head_dim, cache.head_dim_v), device)
     kernels._write_kv_kernel[(triton.cdiv(num_rows, config.block_rows),)](

@@ -26,6 +26,8 @@ class DecodeConfig:
         min_split_tokens: No piece of a split request is shorter.
         reduce_splits: Partials the reduce kernel loads at once.
         reduce_columns, reduce_warps: Head-dim columns and warps of a reduce program.
+        overlap_entry: Whether the decode kernel may be launched while the kernel before it drains
+            (it waits before it reads anything). Only where the device has dependent launch.
     """
 
     block_n: int
@@ -36,6 +38,7 @@ class DecodeConfig:
     reduce_splits: int = 16
     reduce_columns: int = 64
     reduce_warps: int = 1
+    overlap_entry: bool = False
 
 
 def choose_config(
