@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcp_lab import AttnState, merge_states
-from dcp_lab.kernels.merge import launch_pack, launch_rescale
+from dcp_lab.kernels.merge import MergeConfig, launch_pack, launch_rescale
 from dcp_lab.reference import reference_merge
 from dcp_lab.testing import assert_within_budget
 
@@ -61,7 +61,7 @@ def assert_same_bits(got: AttnState, expected: AttnState) -> None:
 
 
 def test_lse_is_natural_log() -> None:
-    """Two keys of weights 2 and 8 give 0.8; an LSE of the wrong base would give 0.7233 or 0.8808."""
+    """Weights 2 and 8 give 0.8; an LSE of the wrong base would give 0.7233 or 0.8808."""
     outs = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)
     lses = torch.tensor([2.0, 8.0]).log().view(2, 1, 1)
     out, lse = merge_states(outs, lses)
@@ -78,7 +78,7 @@ def test_lse_is_natural_log() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        # T == H and T != H; one state, pairs, past the unrolled 8; widths that fill no power of two.
+        # T == H and T != H; one state, pairs, past the unrolled 8; widths of no power of two.
         pytest.param((1, 3, 2, 64), id="N1-T3-H2-D64"),
         pytest.param((2, 1, 1, 16), id="N2-T1-H1-D16"),
         pytest.param((2, 4, 4, 128), id="N2-T4-H4-D128"),
@@ -87,6 +87,8 @@ def test_lse_is_natural_log() -> None:
         pytest.param((8, 2, 2, 256), id="N8-T2-H2-D256"),
         pytest.param((17, 2, 3, 512), id="N17-T2-H3-D512"),
         pytest.param((2, 2, 3, 1), id="N2-T2-H3-D1"),
+        # More rows than one program takes in the interpreter, with a rest.
+        pytest.param((2, 300, 5, 16), id="N2-T300-H5-D16"),
     ],
 )
 def test_equals_oracle(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
@@ -97,7 +99,7 @@ def test_equals_oracle(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [DTYPES[1], DTYPES[2]])
 def test_rounds_once(dtype: torch.dtype) -> None:
-    """A 16-bit out is the exact merge rounded once: half a unit in the last place, element by element."""
+    """A 16-bit out is the exact merge rounded once: half a unit in the last place."""
     outs, lses = random_states(4, 8, 4, 64, dtype)
     exact = reference_merge(outs, lses).out
     error = (merge_states(outs, lses).out.double() - exact).abs()
@@ -110,7 +112,7 @@ def test_rounds_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30], ids=["nan", "inf", "big"])
 @pytest.mark.parametrize("empty", [0, 1, 2, 3])
 def test_empty_state_counts_as_nothing(empty: int, garbage: float, empty_lse: float) -> None:
-    """An LSE of -inf, +inf or NaN makes a state empty, wherever it stands and whatever its out holds."""
+    """An LSE of -inf, +inf or NaN makes a state empty, wherever it is, whatever its out."""
     outs, lses = random_states(4, 3, 2, 16)
     others = [n for n in range(4) if n != empty]
     expected = merge_states(outs[others], lses[others])
@@ -122,7 +124,7 @@ def test_empty_state_counts_as_nothing(empty: int, garbage: float, empty_lse: fl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_states", [1, 2, 5])
 def test_all_empty(num_states: int, dtype: torch.dtype, empty_lse: float) -> None:
-    """A row that no state saw a key of gives out 0 and lse -inf, and its neighbours are untouched."""
+    """A row that no state saw a key of gives out 0 and lse -inf; the others stay right."""
     outs, lses = random_states(num_states, 4, 3, 32, dtype)
     outs[:, 1, 2], lses[:, 1, 2] = math.nan, empty_lse
     outs[:, 3], lses[:, 3] = math.nan, empty_lse
@@ -180,6 +182,25 @@ def test_extreme_lses() -> None:
     assert got.lse[0].tolist() == pytest.approx([1e4, -1e4 + math.log(2), big, -big])
 
 
+@pytest.mark.parametrize("block_rows", [1, 4])
+def test_config_changes_no_bit(block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows a program (1 on a GPU, all in the interpreter) change no bit of a result."""
+    outs, lses = random_states(3, 5, 6, 80)
+    lses[1, 2] = math.nan
+
+    def everything() -> list[torch.Tensor]:
+        send_out, send_lse = torch.zeros(3, 5, 2, 80), torch.zeros(3, 5, 2)
+        weighed, lse = torch.zeros(3, 5, 2, 80), torch.zeros(5, 2)
+        launch_pack(out=outs[1], lse=lses[1], send_out=send_out, send_lse=send_lse)
+        launch_rescale(rank=1, out=outs[1], lses=lses, send=weighed, lse=lse)
+        return [*merge_states(outs, lses), send_out, send_lse, weighed, lse]
+
+    expected = everything()
+    monkeypatch.setattr(MergeConfig, "from_rows", lambda num_rows: MergeConfig(block_rows))
+    for got, wanted in zip(everything(), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_deterministic() -> None:
     """The same inputs give the same bits."""
     outs, lses = random_states(5, 6, 4, 64, torch.bfloat16)
@@ -188,7 +209,7 @@ def test_deterministic() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_given_buffers(dtype: torch.dtype) -> None:
-    """out and lse given, strided and full of NaN, are the ones returned, wholly written, nothing else."""
+    """Given out and lse, strided and full of NaN, are returned and wholly written."""
     outs, lses = random_states(3, 4, 6, 64, dtype)
     out_home = torch.full((4, 3, 6, 80), math.nan, dtype=dtype)
     lse_home = torch.full((6, 2, 4), math.nan)
@@ -252,7 +273,7 @@ OUTS, LSES = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 4)
     ids=lambda value: None if isinstance(value, dict) else value[:40],
 )
 def test_bad_argument(arguments: dict[str, object], message: str) -> None:
-    """Every broken contract is a ValueError that names the argument, what was expected and what came."""
+    """Bad input is a ValueError that names the argument, what was expected, what came."""
     with pytest.raises(ValueError, match=message):
         merge_states(**({"outs": OUTS, "lses": LSES} | arguments))
 
@@ -276,7 +297,7 @@ def sparse(path: Path, dtype: type[np.floating]) -> torch.Tensor:
 def far_view(
     home: torch.Tensor, shape: tuple[int, ...], far_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a view whose far_dim has stride FAR, and what a 32-bit offset would hit for its last."""
+    """Return a view with stride FAR in far_dim, and what a 32-bit offset would hit."""
     stride = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
         stride[dim] = stride[dim + 1] * shape[dim + 1]
@@ -289,13 +310,15 @@ def far_view(
 
 @pytest.mark.parametrize("far_dim", [0, 1, 2], ids=["N", "T", "H"])
 def test_offsets_past_2_31(far_dim: int, tmp_path: Path) -> None:
-    """Offsets past 2^31 elements are right in all four tensors; NaN lies where they would wrap to."""
+    """Offsets past 2^31 are right in all four tensors; NaN lies where they would wrap to."""
     shape = [2, 2, 2, 16]
     shape[far_dim] = 3
     outs, lses = random_states(*shape, torch.float16)
     expected = merge_states(outs, lses)
     far_outs, wrapped_outs = far_view(sparse(tmp_path / "outs", np.float16), (*shape,), far_dim)
-    far_lses, wrapped_lses = far_view(sparse(tmp_path / "lses", np.float32), (*shape[:3],), far_dim)
+    far_lses, wrapped_lses = far_view(
+        sparse(tmp_path / "lses", np.float32), (*shape[:3],), far_dim
+    )
     wrapped_outs.fill_(math.nan)
     wrapped_lses.fill_(math.nan)
     far_outs.copy_(outs)
@@ -303,7 +326,10 @@ def test_offsets_past_2_31(far_dim: int, tmp_path: Path) -> None:
     out, lse = torch.empty_like(expected.out), torch.empty_like(expected.lse)
     untouched = []
     if far_dim > 0:
-        out_home, lse_home = sparse(tmp_path / "out", np.float16), sparse(tmp_path / "lse", np.float32)
+        out_home, lse_home = (
+            sparse(tmp_path / "out", np.float16),
+            sparse(tmp_path / "lse", np.float32),
+        )
         out, wrapped_out = far_view(out_home, (*shape[1:],), far_dim - 1)
         lse, wrapped_lse = far_view(lse_home, (*shape[1:3],), far_dim - 1)
         untouched = [wrapped_out, wrapped_lse]

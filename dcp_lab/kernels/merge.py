@@ -8,8 +8,8 @@ weight exp(lse_n - lse), after which a plain sum over ranks is the merge. In all
 NaN or +inf marks an empty shard, as -inf does, and whatever stands in out beside it counts as
 nothing.
 
-Every program handles one token and a block of its heads and goes through the ranks in order, so
-the same inputs give the same bits.
+Every program handles a block of (token, head) rows and goes through the ranks in order, so the
+same inputs give the same bits.
 
 Source: the merge of online softmax (Milakov and Gimelshein, arXiv 1805.02867). Written here.
 """
@@ -68,28 +68,29 @@ def _merge_kernel(
     stride_out_h,
     stride_lse_t,
     stride_lse_h,
-    num_heads,
+    num_rows,
     NUM_STATES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (T, cdiv(H, BLOCK_H)): merge NUM_STATES states of one token and a block of heads."""
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """Grid (cdiv(T * H, BLOCK_ROWS),): merge NUM_STATES states of a block of (token, head)."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    t, h = row // NUM_HEADS, row % NUM_HEADS
     offs_d = tl.arange(0, BLOCK_D)
-    mask_h = h < num_heads
-    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
-    # [BLOCK_H], [BLOCK_H, BLOCK_D]; moved by one state a turn, so no product can wrap in 32 bits.
+    mask_row = row < num_rows
+    mask = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
+    # [BLOCK_ROWS], [BLOCK_ROWS, BLOCK_D]; moved by one state a turn: no product wraps in 32 bits.
     lses_ptrs = lses_ptr + t * stride_lses_t + h * stride_lses_h
-    outs_ptrs = outs_ptr + t * stride_outs_t + (h * stride_outs_h)[:, None] + offs_d[None, :]
+    outs_ptrs = outs_ptr + (t * stride_outs_t + h * stride_outs_h)[:, None] + offs_d[None, :]
 
-    lse_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    lse_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     # Unrolled so that the loads of up to 8 states are in flight together.
     for _ in tl.range(NUM_STATES, loop_unroll_factor=8):
-        state_lse = clean_lse(tl.load(lses_ptrs, mask=mask_h, other=float("-inf")))
+        state_lse = clean_lse(tl.load(lses_ptrs, mask=mask_row, other=float("-inf")))
         # Not masked by emptiness: the load need not wait for the LSE.
         state_out = tl.load(outs_ptrs, mask=mask, other=0.0).to(tl.float32)
         state_out = tl.where((state_lse == float("-inf"))[:, None], 0.0, state_out)
@@ -100,9 +101,9 @@ def _merge_kernel(
     lse, divisor = merged_lse(lse_max, weight_sum)
     acc = acc / divisor[:, None]
 
-    out_ptrs = out_ptr + t * stride_out_t + (h * stride_out_h)[:, None] + offs_d[None, :]
+    out_ptrs = out_ptr + (t * stride_out_t + h * stride_out_h)[:, None] + offs_d[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + t * stride_lse_t + h * stride_lse_h, lse, mask=mask_h)
+    tl.store(lse_ptr + t * stride_lse_t + h * stride_lse_h, lse, mask=mask_row)
 
 
 @triton.jit
@@ -119,40 +120,30 @@ def _pack_kernel(
     stride_send_out_t,
     stride_send_lse_r,
     stride_send_lse_t,
-    num_heads,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
     HEADS_PER_RANK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (T, cdiv(H, BLOCK_H)): copy heads of one token into their owners' chunks."""
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    owner = (h // HEADS_PER_RANK).to(tl.int64)
-    local_h = h % HEADS_PER_RANK
+    """Grid (cdiv(T * H, BLOCK_ROWS),): copy (token, head) rows into their owners' chunks."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    t, h = row // NUM_HEADS, row % NUM_HEADS
+    owner, local_h = h // HEADS_PER_RANK, h % HEADS_PER_RANK
     offs_d = tl.arange(0, BLOCK_D)
-    mask_h = h < num_heads
-    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
-    h = h.to(tl.int64)
+    mask_row = row < num_rows
+    mask = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
 
-    lse = clean_lse(
-        tl.load(
-            lse_ptr + t * stride_lse_t + h * stride_lse_h,
-            mask=mask_h,
-            other=float("-inf"),
-        )
-    )
+    lse_ptrs = lse_ptr + t * stride_lse_t + h * stride_lse_h
+    lse = clean_lse(tl.load(lse_ptrs, mask=mask_row, other=float("-inf")))
     send_lse_ptrs = send_lse_ptr + owner * stride_send_lse_r + t * stride_send_lse_t + local_h
-    tl.store(send_lse_ptrs, lse, mask=mask_h)
-    # out travels as integers of its width: a copy of the bits, in every dtype and in the
-    # interpreter.
-    out_ptrs = out_ptr + t * stride_out_t + (h * stride_out_h)[:, None] + offs_d[None, :]
+    tl.store(send_lse_ptrs, lse, mask=mask_row)
+    # out travels as integers of its width: a copy of the bits, in the interpreter too.
+    out_ptrs = out_ptr + (t * stride_out_t + h * stride_out_h)[:, None] + offs_d[None, :]
     send_row = owner * stride_send_out_r + t * stride_send_out_t + local_h * HEAD_DIM
-    tl.store(
-        send_out_ptr + send_row[:, None] + offs_d[None, :],
-        tl.load(out_ptrs, mask=mask, other=0),
-        mask=mask,
-    )
+    send_out_ptrs = send_out_ptr + send_row[:, None] + offs_d[None, :]
+    tl.store(send_out_ptrs, tl.load(out_ptrs, mask=mask, other=0), mask=mask)
 
 
 @triton.jit
@@ -169,29 +160,29 @@ def _rescale_kernel(
     stride_send_r,
     stride_send_t,
     stride_lse_t,
-    num_heads,
+    num_rows,
     NUM_RANKS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEADS_PER_RANK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (T, cdiv(H, BLOCK_H)): weigh out by exp(lse_rank - lse), store own heads' lse."""
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    owner = h // HEADS_PER_RANK
-    local_h = h % HEADS_PER_RANK
+    """Grid (cdiv(T * H, BLOCK_ROWS),): weigh out by exp(lse_rank - lse), store own heads' lse."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    t, h = row // NUM_HEADS, row % NUM_HEADS
+    owner, local_h = h // HEADS_PER_RANK, h % HEADS_PER_RANK
     offs_d = tl.arange(0, BLOCK_D)
-    mask_h = h < num_heads
-    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
+    mask_row = row < num_rows
+    mask = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
 
-    # [BLOCK_H]
+    # [BLOCK_ROWS]
     lses_ptrs = lses_ptr + t * stride_lses_t + h
-    lse_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([BLOCK_H], tl.float32)
-    own_lse = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    lse_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    own_lse = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     for n in tl.range(NUM_RANKS, loop_unroll_factor=8):
-        rank_lse = clean_lse(tl.load(lses_ptrs, mask=mask_h, other=float("-inf")))
+        rank_lse = clean_lse(tl.load(lses_ptrs, mask=mask_row, other=float("-inf")))
         own_lse = tl.where(rank == n, rank_lse, own_lse)
         _, _, lse_max, weight_sum = merge_step(rank_lse, lse_max, weight_sum)
         lses_ptrs += stride_lses_n
@@ -199,19 +190,14 @@ def _rescale_kernel(
     shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
     weight = tl.exp(own_lse - shift) / divisor
 
-    # [BLOCK_H, BLOCK_D]
-    out_ptrs = (
-        out_ptr + t * stride_out_t + (h.to(tl.int64) * stride_out_h)[:, None] + offs_d[None, :]
-    )
+    # [BLOCK_ROWS, BLOCK_D]
+    out_ptrs = out_ptr + (t * stride_out_t + h * stride_out_h)[:, None] + offs_d[None, :]
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     out = tl.where((own_lse == float("-inf"))[:, None], 0.0, out * weight[:, None])
-    send_row = owner.to(tl.int64) * stride_send_r + t * stride_send_t + local_h * HEAD_DIM
-    tl.store(
-        send_ptr + send_row[:, None] + offs_d[None, :],
-        out.to(send_ptr.dtype.element_ty),
-        mask=mask,
-    )
-    tl.store(lse_ptr + t * stride_lse_t + local_h, lse, mask=mask_h & (owner == rank))
+    send_row = owner * stride_send_r + t * stride_send_t + local_h * HEAD_DIM
+    send_ptrs = send_ptr + send_row[:, None] + offs_d[None, :]
+    tl.store(send_ptrs, out.to(send_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + t * stride_lse_t + local_h, lse, mask=mask_row & (owner == rank))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,23 +205,25 @@ class MergeConfig:
     """Launch knobs of merge, pack and rescale; none changes a bit of the result.
 
     Attributes:
-        block_heads: Heads of one token a program handles, a power of two.
+        block_rows: (token, head) rows a program handles, a power of two.
         num_warps: Warps a program.
     """
 
-    block_heads: int = 1
+    block_rows: int = 1
     num_warps: int = 1
 
     @classmethod
-    def from_shape(cls, num_heads: int) -> MergeConfig:
-        """Return the config for this many heads.
+    def from_rows(cls, num_rows: int) -> MergeConfig:
+        """Return the config for this many (token, head) rows.
 
-        One head and one warp a program: a kernel of the same work, the reduction of split-KV
-        decode at 16 requests x 2,000 tokens on an H200, took 10.5, 10.9, 11.3 and 12.9 us with
-        its decode kernel for 1, 2, 4 and 8 warps. The interpreter runs programs one after the
-        other, so there one takes all heads of a token.
+        One row and one warp a program: a kernel of the same work, the reduction of split-KV decode
+        at 16 requests x 2,000 tokens on an H200, took 10.5, 10.9, 11.3 and 12.9 us with its decode
+        kernel for 1, 2, 4 and 8 warps. The interpreter pays by the program, 12 ms for a merge of 4
+        states whatever it holds, so there a program takes all rows.
         """
-        return cls(block_heads=triton.next_power_of_2(num_heads)) if INTERPRETED else cls()
+        if not INTERPRETED:
+            return cls()
+        return cls(block_rows=min(triton.next_power_of_2(num_rows), 1024))
 
 
 def launch_merge(
@@ -243,10 +231,11 @@ def launch_merge(
 ) -> None:
     """Merge outs [N, T, H, D] and lses [N, T, H] into out [T, H, D] and lse [T, H]; one launch."""
     num_states, num_tokens, num_heads, head_dim = outs.shape
-    config = MergeConfig.from_shape(num_heads)
+    num_rows = num_tokens * num_heads
+    config = MergeConfig.from_rows(num_rows)
     outs, rounded = interpreter_safe(outs), interpreter_safe(out)
     with torch.cuda.device_of(outs):
-        _merge_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
+        _merge_kernel[(triton.cdiv(num_rows, config.block_rows),)](
             outs_ptr=outs,
             lses_ptr=lses,
             out_ptr=rounded,
@@ -261,10 +250,11 @@ def launch_merge(
             stride_out_h=rounded.stride(1),
             stride_lse_t=lse.stride(0),
             stride_lse_h=lse.stride(1),
-            num_heads=num_heads,
+            num_rows=num_rows,
             NUM_STATES=num_states,
+            NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_H=config.block_heads,
+            BLOCK_ROWS=config.block_rows,
             BLOCK_D=triton.next_power_of_2(head_dim),
             num_warps=config.num_warps,
         )
@@ -281,10 +271,11 @@ def launch_pack(
     """
     _, num_tokens, heads_per_rank, head_dim = send_out.shape
     num_heads = out.shape[1]
-    config = MergeConfig.from_shape(num_heads)
+    num_rows = num_tokens * num_heads
+    config = MergeConfig.from_rows(num_rows)
     bits = torch.int32 if out.element_size() == 4 else torch.int16
     with torch.cuda.device_of(out):
-        _pack_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
+        _pack_kernel[(triton.cdiv(num_rows, config.block_rows),)](
             out_ptr=out.view(bits),
             lse_ptr=lse,
             send_out_ptr=send_out.view(bits),
@@ -297,10 +288,11 @@ def launch_pack(
             stride_send_out_t=send_out.stride(1),
             stride_send_lse_r=send_lse.stride(0),
             stride_send_lse_t=send_lse.stride(1),
-            num_heads=num_heads,
+            num_rows=num_rows,
+            NUM_HEADS=num_heads,
             HEADS_PER_RANK=heads_per_rank,
             HEAD_DIM=head_dim,
-            BLOCK_H=config.block_heads,
+            BLOCK_ROWS=config.block_rows,
             BLOCK_D=triton.next_power_of_2(head_dim),
             num_warps=config.num_warps,
         )
@@ -316,10 +308,11 @@ def launch_rescale(
     """
     num_ranks, num_tokens, heads_per_rank, head_dim = send.shape
     num_heads = out.shape[1]
-    config = MergeConfig.from_shape(num_heads)
+    num_rows = num_tokens * num_heads
+    config = MergeConfig.from_rows(num_rows)
     out, rounded = interpreter_safe(out), interpreter_safe(send)
     with torch.cuda.device_of(out):
-        _rescale_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
+        _rescale_kernel[(triton.cdiv(num_rows, config.block_rows),)](
             out_ptr=out,
             lses_ptr=lses,
             send_ptr=rounded,
@@ -332,11 +325,12 @@ def launch_rescale(
             stride_send_r=rounded.stride(0),
             stride_send_t=rounded.stride(1),
             stride_lse_t=lse.stride(0),
-            num_heads=num_heads,
+            num_rows=num_rows,
             NUM_RANKS=num_ranks,
+            NUM_HEADS=num_heads,
             HEADS_PER_RANK=heads_per_rank,
             HEAD_DIM=head_dim,
-            BLOCK_H=config.block_heads,
+            BLOCK_ROWS=config.block_rows,
             BLOCK_D=triton.next_power_of_2(head_dim),
             num_warps=config.num_warps,
         )

@@ -164,7 +164,7 @@ class Reducer(abc.ABC):
                 "state.out",
                 f"at most max_tokens={self.max_tokens} tokens (for more, make a reducer with a "
                 "larger max_tokens)",
-                f"T={num_tokens}",
+                out,
             )
         return out, lse
 

@@ -100,7 +100,7 @@ def run_ranks(
             "target": name,
             "size": size,
             "backend": backend,
-            "timeout_s": timeout_s,
+            "deadline": time.time() + timeout_s,
             "group_timeout_s": group_timeout_s,
         }
         (folder / "job.json").write_text(json.dumps(job))
@@ -144,7 +144,7 @@ def _wait(
             break
         time.sleep(POLL_S)
     late = [rank for rank, code in enumerate(codes) if code is None]
-    # Each rank writes its stack when its own clock has run out, at about this moment.
+    # Each rank writes its stack at about this moment.
     end = time.monotonic() + GRACE_S
     while time.monotonic() < end and any(processes[rank].poll() is None for rank in late):
         time.sleep(POLL_S)
@@ -200,8 +200,11 @@ def _write(path: Path, content: bytes) -> None:
 def _run_rank(folder: Path, rank: int) -> None:
     """Be one rank: join the group, run the target, leave its result or its traceback."""
     job = json.loads((folder / "job.json").read_text())
-    # Whatever happens, also to the parent, this process ends, and shows where it was.
-    faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
+    # Whatever happens, also to the parent, this process ends, and shows where it was. A little after
+    # the deadline, so that the parent, which is waiting for that, has seen it pass.
+    faulthandler.dump_traceback_later(
+        max(job["deadline"] - time.time(), 0) + 10 * POLL_S, exit=True
+    )
     try:
         import torch
         import torch.distributed as dist
