@@ -25,6 +25,7 @@ from dcp_lab.notebooks import (
     Notebook,
     NotebookError,
     Parameter,
+    check_answer,
     execute,
     find,
     headline,
@@ -295,6 +296,29 @@ def test_headline_refuses_no_digits():
     """At least one digit is shown."""
     with pytest.raises(ValueError, match="digits: expected an int >= 1, got 0"):
         headline("x", 1.0, digits=0)
+
+
+# Exercises
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "said"),
+    [
+        (None, 3.0, "not answered yet."),
+        (3.001, 3.0, "right."),
+        (torch.tensor([4, 13]), (4, 13), "right."),
+        ([[0.0, -np.inf]], [(0.0, -np.inf)], "right."),
+        (3.1, 3.0, "not yet. Look at the weights."),
+        ((4, 13, 1), (4, 13), "not yet. Look at the weights."),
+        ((4, None), (4, 13), "not yet. Look at the weights."),
+        ("four", 4, "not yet. Look at the weights."),
+        ([[0.0, np.nan]], [(0.0, -np.inf)], "not yet. Look at the weights."),
+    ],
+)
+def test_answers_are_told_right_from_wrong(capsys, answer, expected, said):
+    """An answer is right to 0.1 %, wrong with a hint, or not there yet."""
+    check_answer(2, answer, expected, hint="Look at the weights.")
+    assert capsys.readouterr().out == f"Exercise 2: {said}\n"
 
 
 # Running

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dcp_lab.notebooks.books import KINDS, Notebook, available, find, find_root, resolve
 from dcp_lab.notebooks.execute import Failure, Listener, Result, gpu_present, run
+from dcp_lab.notebooks.exercises import check_answer
 from dcp_lab.notebooks.headlines import Headline, headline, machine_line
 from dcp_lab.notebooks.parameters import NotebookError, Parameter, read_parameters
 
@@ -27,6 +28,7 @@ __all__ = [
     "Parameter",
     "Result",
     "available",
+    "check_answer",
     "find",
     "find_root",
     "gpu_present",
