@@ -39,7 +39,7 @@ def _plan_gather_kernel(
     """Grid (units / BLOCK_U,): name each unit's request, -1 where there is none.
 
     A unit is UNIT tokens of a request that start at a multiple of UNIT. cu_seqlens and cu_units
-    hold the tokens and the units of all requests before each; no request goes past num_rows.
+    hold the tokens, num_rows at most, and the units of all requests before each.
     """
     unit = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     # Requests whose units end at or before this one, so the index of its own.
@@ -61,13 +61,12 @@ def _plan_gather_kernel(
         count = tl.maximum(tl.minimum(count, table_tokens - start), 0)
         ends = tokens + tl.cumsum(count, 0)
         tokens += tl.sum(count, 0)
-        count = tl.minimum(ends, num_rows) - tl.minimum(ends - count, num_rows)
-        ends = tl.minimum(ends, num_rows)
         used = tl.where(count > 0, (start + count - 1) // UNIT - start // UNIT + 1, 0)
         unit_ends = units + tl.cumsum(used, 0)
         units += tl.sum(used, 0)
         if tl.program_id(0) == 0:
-            tl.store(cu_seqlens_ptr + 1 + b, ends.to(tl.int32), mask=mask_b)
+            rows = tl.minimum(ends, num_rows).to(tl.int32)
+            tl.store(cu_seqlens_ptr + 1 + b, rows, mask=mask_b)
             tl.store(cu_units_ptr + 1 + b, unit_ends.to(tl.int32), mask=mask_b)
         before = (unit_ends[None, :] <= unit[:, None]) & mask_b[None, :]
         request += tl.sum(before.to(tl.int32), 1)
