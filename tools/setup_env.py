@@ -38,7 +38,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("cpu", "cuda", "rocm")
+PACKAGE = "dcp-lab"
 OLDEST = (3, 11)
+
+# In .venv: what was installed, and the mark of a set-up that has not reached its end.
+STAMP = "dcp-lab.json"
+UNFINISHED = "dcp-lab.unfinished"
 
 # One pip call may take long on a slow line: torch's CUDA build is 3 GB.
 PIP_TIMEOUT_S = 2 * 3600
@@ -63,8 +68,8 @@ NEVER_FROM_PYPI = frozenset(
         "vllm",
     }
 )
-# The machine's torch and vllm were built against it: kept where present, installed where not.
-NEVER_REPLACED = frozenset({"numpy"})
+# The machine's torch and vllm were built with these: kept where present, installed where not.
+NEVER_REPLACED = frozenset({"numpy", "setuptools"})
 
 
 class SetupError(Exception):
@@ -190,7 +195,7 @@ def wanted_stamp(machine: str, root: Path = ROOT) -> dict[str, object]:
 def read_stamp(venv: Path) -> dict[str, object]:
     """Return what .venv/dcp-lab.json holds, {} when it is missing or unreadable."""
     try:
-        stamp = json.loads((venv / "dcp-lab.json").read_text())
+        stamp = json.loads((venv / STAMP).read_text())
     except (OSError, ValueError):
         return {}
     return stamp if isinstance(stamp, dict) else {}
@@ -200,12 +205,14 @@ def reason_to_rebuild(venv: Path, wanted: Mapping[str, object]) -> str:
     """Return why .venv has to be made from nothing, '' when it can be brought up to date."""
     if not venv.exists():
         return "it is missing"
-    if (venv / "dcp-lab.unfinished").exists():
+    if (venv / UNFINISHED).exists():
         return "an earlier set-up was interrupted"
     if not (venv / "bin" / "python").exists():
         return "its Python is gone"
     config = venv / "pyvenv.cfg"
-    text = config.read_text() if config.exists() else ""
+    if not config.exists():
+        return "it is no virtual environment"
+    text = config.read_text()
     shares = re.search(r"include-system-site-packages\s*=\s*true", text) is not None
     if shares != (wanted["machine"] == "rocm"):
         return f"it was made for another kind of machine than {wanted['machine']}"
@@ -241,15 +248,17 @@ class Pip:
     """The pip of one .venv; its full output goes to .venv/setup.log."""
 
     def __init__(self, venv: Path, environ: Mapping[str, str]) -> None:
+        self.venv = venv
         self.python = venv / "bin" / "python"
         self.log = venv / "setup.log"
-        # A question asked by pip or git would wait for ever.
         self.environ = {
             **environ,
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            # a question would wait for ever
             "PIP_NO_INPUT": "1",
+            # never into the Python that .venv was made from, whatever state .venv is in
+            "PIP_REQUIRE_VIRTUALENV": "1",
             "PIP_USER": "0",
-            "GIT_TERMINAL_PROMPT": "0",
         }
 
     def install(self, *arguments: str | Path) -> bool:
@@ -375,9 +384,10 @@ def check_report(report: Mapping[str, object], present: Mapping[str, str]) -> li
     for item in report["install"]:  # type: ignore[attr-defined]
         name = normalise(item["metadata"]["name"])
         step = f"{name} {present.get(name, 'absent')} -> {item['metadata']['version']}"
-        if name in NEVER_FROM_PYPI or (name in NEVER_REPLACED and name in present):
+        kept = name in NEVER_REPLACED and name in present
+        if name in NEVER_FROM_PYPI or kept:
             refused.append(step)
-        elif name in present and name != "dcp-lab":
+        elif name in present and name != PACKAGE:
             replaced.append(step)
     if refused:
         raise SetupError(
@@ -387,7 +397,7 @@ def check_report(report: Mapping[str, object], present: Mapping[str, str]) -> li
     return replaced
 
 
-def present_in(python: Path) -> dict[str, str]:
+def present_in(pip: Pip) -> dict[str, str]:
     """Return name -> version of every distribution that a venv's Python sees outside the venv."""
     code = """
 import json
@@ -396,9 +406,14 @@ print(json.dumps([[d.metadata["Name"] or "", d.version, str(d.locate_file(""))]
                   for d in distributions()]))
 """
     done = subprocess.run(
-        [str(python), "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [str(pip.python), "-c", code],
+        env=pip.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    inside = python.parents[1].resolve()
+    inside = pip.venv.resolve()
     found: dict[str, str] = {}
     for name, version, place in json.loads(done.stdout):
         if not Path(place).resolve().is_relative_to(inside):
@@ -406,10 +421,14 @@ print(json.dumps([[d.metadata["Name"] or "", d.version, str(d.locate_file(""))]
     return found
 
 
-def install_rocm(pip: Pip) -> None:
-    """Install the package and its tools beside the machine's own torch, triton, vllm and AITER."""
-    present = present_in(pip.python)
-    merged = pip.python.parents[1] / "rocm-constraints.txt"
+def plan_rocm(pip: Pip) -> list[str]:
+    """Return pip's arguments for a ROCm machine, after a dry run that replaced nothing of its own.
+
+    Raises:
+        SetupError: The dry run would bring or replace torch, triton, vllm, AITER or the like.
+    """
+    present = present_in(pip)
+    merged = pip.venv / "rocm-constraints.txt"
     lines = (ROOT / "constraints" / "rocm.txt").read_text().splitlines()
     merged.write_text("\n".join(rocm_constraints(lines, present)) + "\n")
     own = sorted((NEVER_FROM_PYPI | NEVER_REPLACED) & present.keys())
@@ -422,6 +441,12 @@ def install_rocm(pip: Pip) -> None:
         replaced = check_report(json.loads(report.read_text()), present)
     for step in replaced:
         say(f"note: inside .venv only, {step}")
+    return arguments
+
+
+def install_rocm(pip: Pip) -> None:
+    """Install the package and its tools beside the machine's own torch, triton, vllm and AITER."""
+    arguments = plan_rocm(pip)
     say("the notebooks' tools, dcp_lab")
     pip.must_install("the package", *arguments)
 
@@ -437,14 +462,23 @@ def see_parent(venv: Path) -> None:
     (inside / "dcp-lab-parent.pth").write_text("".join(lines))
 
 
+def mark_unfinished(venv: Path) -> None:
+    """Leave the mark by which the next run knows that this one did not get to its end."""
+    (venv / UNFINISHED).write_text("a set-up is running, or was interrupted\n")
+    (venv / STAMP).unlink(missing_ok=True)
+
+
 def make_venv(venv: Path, machine: str) -> None:
     """Make an empty .venv, marked as unfinished."""
     if venv.is_symlink() or venv.is_file():
         venv.unlink()
-    elif venv.exists():
-        shutil.rmtree(venv)
-    venv.mkdir()
-    (venv / "dcp-lab.unfinished").write_text("a set-up is running, or was interrupted\n")
+    venv.mkdir(exist_ok=True)
+    # The mark comes first and goes last: emptying an old .venv takes a while, and without its
+    # pyvenv.cfg what is left of it would install into the Python that it was made from.
+    mark_unfinished(venv)
+    for entry in venv.iterdir():
+        if entry.name != UNFINISHED:
+            entry.unlink() if entry.is_symlink() or entry.is_file() else shutil.rmtree(entry)
     command = [sys.executable, "-m", "venv", str(venv)]
     if machine == "rocm":
         command.append("--system-site-packages")
@@ -513,14 +547,13 @@ def set_up(root: Path, environ: Mapping[str, str], *, dry_run: bool = False) -> 
             say(f"Python {sys.version.split()[0]} from {sys.executable}")
             make_venv(venv, machine)
         else:
-            (venv / "dcp-lab.unfinished").write_text("a set-up is running, or was interrupted\n")
-            (venv / "dcp-lab.json").unlink(missing_ok=True)
+            mark_unfinished(venv)
         fill(venv, machine, environ)
         stamp = {**wanted, "made_with": sys.executable}
-        beside = venv / "dcp-lab.json.new"
+        beside = venv / f"{STAMP}.new"
         beside.write_text(json.dumps(stamp, indent=1) + "\n")
-        os.replace(beside, venv / "dcp-lab.json")
-        (venv / "dcp-lab.unfinished").unlink()
+        os.replace(beside, venv / STAMP)
+        (venv / UNFINISHED).unlink()
         say(f"done in {time.monotonic() - start:.0f} s")
 
 
