@@ -88,9 +88,13 @@ def run(rank: int, size: int, cases: list[Case], many: list[list[AttnState]]) ->
 
 
 def sequence(name: str, states: list[AttnState]) -> list[AttnState]:
-    """One reducer takes calls of different T, one after the other."""
-    reducer = reducer_for(name, states[0], max(len(state.out) for state in states))
-    return [copied(reducer(state)) for state in states]
+    """One reducer takes calls of different T, forwards, then a new one backwards."""
+    max_tokens = max(len(state.out) for state in states)
+    results = []
+    for order in (states, states[::-1]):
+        reducer = reducer_for(name, states[0], max_tokens)
+        results += [copied(reducer(state)) for state in order]
+    return results
 
 
 def refused(name: str, state: AttnState) -> tuple[AttnState, list[str], AttnState]:

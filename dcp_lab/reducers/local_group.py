@@ -200,8 +200,8 @@ def _write(path: Path, content: bytes) -> None:
 def _run_rank(folder: Path, rank: int) -> None:
     """Be one rank: join the group, run the target, leave its result or its traceback."""
     job = json.loads((folder / "job.json").read_text())
-    # Whatever happens, also to the parent, this process ends, and shows where it was. A little after
-    # the deadline, so that the parent, which is waiting for that, has seen it pass.
+    # Whatever happens, also to the parent, this process ends, and shows where it was. A little
+    # after the deadline, so that the parent, which is waiting for that, has seen it pass.
     faulthandler.dump_traceback_later(
         max(job["deadline"] - time.time(), 0) + 10 * POLL_S, exit=True
     )
