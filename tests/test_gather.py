@@ -362,6 +362,8 @@ class TestWorkspace:
             ValueError, match=r"seq_starts: expected int32 \[B=2\], got int32 \[1\]"
         ):
             workspace.prepare(ints(1, 2), max_pages=2, seq_starts=ints(1))
+        with pytest.raises(ValueError, match=r"max_pages: expected an int from 0 to .*, got -1"):
+            workspace.prepare(ints(1, 2), max_pages=-1)
 
 
 def arguments() -> dict:

@@ -285,9 +285,15 @@ def test_an_unprepared_workspace_is_refused() -> None:
     workspace = GatherWorkspace(2, 25, 2, 32, 16, dtype=torch.float32, device=DEVICE)
     with pytest.raises(ValueError, match="workspace: expected a prepared one.*got 'unprepared'"):
         gather_decode(*case.tensors, workspace=workspace)
-    workspace.prepare(case.seq_lens[:1], max_pages=2)
-    with pytest.raises(ValueError, match="workspace: expected one prepared for .* 2 requests"):
-        gather_decode(*case.tensors, workspace=workspace)
+    max_pages = case.block_table.shape[1]
+    for requests, pages, starts in (
+        (1, max_pages, None),
+        (2, max_pages + 1, None),
+        (2, max_pages, torch.zeros(2, dtype=torch.int32, device=DEVICE)),
+    ):
+        workspace.prepare(case.seq_lens[:requests], max_pages=pages, seq_starts=starts)
+        with pytest.raises(ValueError, match="prepared for this call: 2 requests, .* got '"):
+            gather_decode(*case.tensors, workspace=workspace)
     with pytest.raises(ValueError, match="total_tokens: expected None with workspace"):
         gather_decode(*case.tensors, workspace=workspace, total_tokens=25)
     with pytest.raises(ValueError, match="workspace: expected a GatherWorkspace or None"):

@@ -62,6 +62,20 @@ def choose_varlen_config(head_dim: int, head_dim_v: int, itemsize: int) -> Varle
     return VarlenConfig(block_m=64, block_n=block_n, num_warps=4, num_stages=2)
 
 
+@dataclasses.dataclass(frozen=True)
+class PreparedGather:
+    """What a GatherWorkspace is prepared for: requests, columns of block_table, first tokens."""
+
+    num_requests: int
+    max_pages: int
+    seq_starts: torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        """Describe it without reading the tensor, which may live on a device."""
+        starts = "without" if self.seq_starts is None else "with"
+        return f"{self.num_requests} requests, max_pages={self.max_pages}, {starts} seq_starts"
+
+
 class GatherWorkspace:
     """Buffers and plan of a gather, made once and shared by all layers.
 
@@ -129,7 +143,7 @@ class GatherWorkspace:
         self.cu_seqlens, self._cu_units, self._unit_requests = (
             torch.empty(n, dtype=torch.int32, device=device) for n in counts
         )
-        self.prepared: int | None = None
+        self.prepared: PreparedGather | None = None
 
     def memory_bytes(self) -> int:
         """Return the device memory this workspace holds."""
@@ -148,10 +162,11 @@ class GatherWorkspace:
         Args:
             seq_lens: int32 [B], tokens to gather of each request, B <= max_requests.
             max_pages: Columns of block_table; no request has tokens past them.
-            seq_starts: int32 [B], first token to gather. Default: 0.
+            seq_starts: int32 [B], first token to gather; `copy` reads it again. Default: 0.
 
         Raises:
-            ValueError: A tensor is not int32 [B] on this device, or B > max_requests.
+            ValueError: A tensor is not int32 [B] on this device, B > max_requests, or max_pages is
+                not an int >= 0.
 
         Notes:
             Safe under graph capture; no sync, no allocation.
@@ -176,7 +191,8 @@ class GatherWorkspace:
                 device=self.device,
                 last_contiguous=True,
             )
-        self.prepared = num_requests
+        _check_tokens("max_pages", max_pages)
+        self.prepared = PreparedGather(num_requests, max_pages, seq_starts)
         block_b = max(2, min(128, triton.next_power_of_2(num_requests)))
         block_u = max(2, min(8192 // block_b, triton.next_power_of_2(self._num_units)))
         kernels._plan_gather_kernel[(max(1, triton.cdiv(self._num_units, block_u)),)](
@@ -196,15 +212,11 @@ class GatherWorkspace:
             num_warps=4,
         )
 
-    def copy(
-        self,
-        cache: KVCacheArguments,
-        block_table: torch.Tensor,
-        seq_starts: torch.Tensor | None = None,
-    ) -> None:
+    def copy(self, cache: KVCacheArguments, block_table: torch.Tensor) -> None:
         """Copy one layer's K and V into this workspace: one launch, after `prepare`."""
         if self._num_units == 0:
             return
+        seq_starts = self.prepared.seq_starts
         shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
             k_cache_ptr=cache.k_cache,
             v_cache_ptr=cache.v_cache,
@@ -314,7 +326,7 @@ def gather_kv(
         gather=gather,
     )
     workspace.prepare(seq_lens, max_pages=max_pages, seq_starts=seq_starts)
-    workspace.copy(cache, block_table, seq_starts)
+    workspace.copy(cache, block_table)
     cu_seqlens = workspace.cu_seqlens[: num_requests + 1]
     return workspace.k.to(out_dtype), workspace.v.to(out_dtype), cu_seqlens
 
@@ -520,12 +532,9 @@ def _check_workspace(
         fail("workspace", f"one made for dtype {dtype_name(a.k_cache.dtype)}", workspace.k)
     if workspace.prepared is None:
         fail("workspace", "a prepared one: call workspace.prepare once a step", "unprepared")
-    if workspace.prepared != a.num_requests:
-        fail(
-            "workspace",
-            f"one prepared for this call's {a.num_requests} requests",
-            f"one prepared for {workspace.prepared}",
-        )
+    step = PreparedGather(a.num_requests, a.max_pages)
+    if workspace.prepared != step:
+        fail("workspace", f"one prepared for this call: {step}", str(workspace.prepared))
 
 
 def _launch_varlen(
