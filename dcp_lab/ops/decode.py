@@ -9,7 +9,7 @@ from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
 from dcp_lab.ops.checks import fail
-from dcp_lab.ops.device import device_of
+from dcp_lab.ops.device import Device, device_of
 from dcp_lab.ops.workspace import (
     DecodeConfig,
     DecodeWorkspace,
@@ -220,7 +220,7 @@ def _launch(
     if workspace is not None:
         config, partial_query_len = workspace.config, workspace.max_query_len
     else:
-        config, partial_query_len = _config_for_fixed_splits(a, device.arch), a.max_query_len
+        config, partial_query_len = _config_for_fixed_splits(a, device), a.max_query_len
     block_m = query_rows(group, a.max_query_len)
     row_blocks = triton.cdiv(group * a.max_query_len, block_m)
     has_items = num_splits is None
@@ -321,16 +321,19 @@ def _launch(
     )
 
 
-def _config_for_fixed_splits(a: DecodeArguments, arch: str) -> DecodeConfig:
+def _config_for_fixed_splits(a: DecodeArguments, device: Device) -> DecodeConfig:
     """Return the config of a call without a workspace; block_table's width stands for lengths."""
+    group = a.num_q_heads // a.num_kv_heads
+    rows = query_rows(group, a.max_query_len)
     return choose_config(
         head_dim=a.head_dim,
         head_dim_v=a.head_dim_v,
         itemsize=4 if INTERPRETED else a.k_cache.dtype.itemsize,
-        rows=query_rows(a.num_q_heads // a.num_kv_heads, a.max_query_len),
+        rows=rows,
+        num_programs=a.num_requests * a.num_kv_heads * triton.cdiv(group * a.max_query_len, rows),
         max_tokens=a.num_requests * a.max_pages * a.page_size * a.num_kv_heads,
         num_splits_hint=a.num_splits,
-        arch=arch,
+        device=device,
     )
 
 

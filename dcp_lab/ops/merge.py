@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.merge import launch_merge
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor, fail, unsupported
 from dcp_lab.state import AttnState
@@ -65,6 +66,7 @@ def merge_states(
     if num_states == 0:
         fail("outs", "at least one state to merge (N >= 1)", outs)
     check_merge_head_dim("outs", head_dim)
+    check_merge_device("outs", outs.device)
     if out is None:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=outs.dtype, device=outs.device)
     else:
@@ -98,4 +100,15 @@ def check_merge_head_dim(argument: str, head_dim: int) -> None:
     if head_dim > MAX_MERGE_HEAD_DIM:
         unsupported(
             f"{argument}: head_dim", head_dim, f"merge at most {MAX_MERGE_HEAD_DIM} columns"
+        )
+
+
+def check_merge_device(argument: str, device: torch.device) -> None:
+    """Raise unless this process's kernels can run on the device."""
+    if device.type == "cpu" and not INTERPRETED:
+        fail(
+            argument,
+            "a GPU: this process compiles its kernels (for CPU tensors set TRITON_INTERPRET=1 "
+            "before dcp_lab is imported)",
+            str(device),
         )

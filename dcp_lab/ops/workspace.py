@@ -47,43 +47,64 @@ def choose_config(
     head_dim_v: int,
     itemsize: int,
     rows: int,
+    num_programs: int,
     max_tokens: int,
     num_splits_hint: int,
-    arch: str,
+    device: Device,
 ) -> DecodeConfig:
     """Return the launch config for a shape; it depends on nothing that was timed on this machine.
+
+    Every threshold is from sweeps on one H200 (`python -m dcp_lab.bench.sweep`), shapes written as
+    requests x tokens, 16 q heads and 1 KV head of 128 bf16 dims unless said.
 
     Args:
         head_dim, head_dim_v: Elements.
         itemsize: Bytes of a KV element in the kernel.
         rows: Of the query tile, from query_rows.
+        num_programs: Requests x KV heads x row blocks: programs of an unsplit call.
         max_tokens: KV tokens x KV heads a call reads at most, all requests.
         num_splits_hint: Pieces a request is cut into when all requests are alike.
-        arch: 'cuda', 'hip' or 'interpreter'.
+        device: Where it runs.
     """
+    # Tiles of 64 tokens with two programs a multiprocessor were fastest or within 2 % from 16 x 3k
+    # to 256 x 1k; little work is better in half as many programs (16 x 2k: 10.7 us against 11.2).
+    # More programs than that want small tiles, so that all of them run at once: 16 x 2k with 32 KV
+    # heads (512 programs) takes 125 us with 32 tokens and 2 warps, 153 with 64.
+    small = num_programs > 2 * device.num_sms
+    block_n, num_warps, slots_per_sm = (32, 2, 4) if small else (64, 4, 2)
+    if max_tokens <= 32768:
+        slots_per_sm = 1
+    # Wider heads keep a tile's 32 KB; narrower ones do not want more tokens (32q/4kv d64, 16 x 2k:
+    # 13.8 us with 64 tokens, 15.3 with 128).
     width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(head_dim_v)
-    # 64 tokens of 128 + 128 bf16 (32 KB) is the measured optimum above 32k tokens, 32 tokens with
-    # 2 warps below (H200, 16 x 2k: 9.98 us against 10.5; 64 x 8k: 69.4 against 71.3). Other widths
-    # keep the bytes of a tile.
-    block_n = 64 if max_tokens > 32768 else 32
-    block_n = triton.next_power_of_2(block_n * 512 // (width * itemsize) + 1) // 2
-    block_n = max(16, min(128, block_n))
-    num_warps = 4 if max_tokens > 32768 else 2
-    # Up to 128 pieces one warp won at every shape, beyond that 4 warps and 32 columns (H200, 1 x
-    # 64k in 256 pieces: 14.5 us against 15.8).
+    fitting = triton.next_power_of_2(block_n * 512 // (width * itemsize) + 1) // 2
+    block_n = max(16, min(block_n, fitting))
+    # Up to 128 pieces one warp won at every shape; beyond that all of them in one tile of 4 warps
+    # (1 x 64k, 256 pieces: 15.8 us; 128 at a time 16.7; one warp 16.8).
     if num_splits_hint > 128:
-        reduce = {"reduce_splits": 128, "reduce_columns": 32, "reduce_warps": 4}
+        reduce = {"reduce_splits": 256, "reduce_columns": 32, "reduce_warps": 4}
     elif num_splits_hint > 16:
         reduce = {"reduce_splits": 64, "reduce_columns": 32, "reduce_warps": 1}
     else:
         reduce = {"reduce_splits": 16, "reduce_columns": 64, "reduce_warps": 1}
-    if arch == "hip":
+    if device.arch == "hip":
         # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. A query tile over 16
         # rows leaves registers for half the tokens (64 tokens: 4 to 8 scalar spills, 32: none; by
         # `dcp-lab amd-report`). Built, never run here.
         block_n = block_n if rows == 16 else max(16, block_n // 2)
         return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2, **reduce)
-    return DecodeConfig(block_n=block_n, num_warps=num_warps, num_stages=3, **reduce)
+    # A program that starts while its predecessor drains saves 0.4 us (16 x 8k: 23.6 against 24.0)
+    # but lands where there is room, so that some multiprocessors get three programs and others
+    # one: 64 x 8k 88 against 71.4 us, 256 x 1k 47.0 against 37.8, 1 x 64k 17.1 against 15.8.
+    overlap_entry = max_tokens <= 200_000 and num_splits_hint <= 128 and not small
+    return DecodeConfig(
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=3,
+        slots_per_sm=slots_per_sm,
+        overlap_entry=overlap_entry,
+        **reduce,
+    )
 
 
 def query_rows(group: int, max_query_len: int) -> int:
@@ -152,15 +173,17 @@ class DecodeWorkspace:
         facts = device_of(self.device)
         self.block_m = query_rows(num_q_heads // num_kv_heads, max_query_len)
         self.row_blocks = triton.cdiv(num_q_heads // num_kv_heads * max_query_len, self.block_m)
-        slots = self._slots(facts, 2)
         self.config = config or choose_config(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             itemsize=4 if INTERPRETED else kv_dtype.itemsize,
             rows=self.block_m,
+            num_programs=max_requests * num_kv_heads * self.row_blocks,
             max_tokens=max_requests * max_seq_len * num_kv_heads,
-            num_splits_hint=min(slots // max_requests, triton.cdiv(max_seq_len, 64)),
-            arch=facts.arch,
+            num_splits_hint=min(
+                self._slots(facts, 2) // max_requests, triton.cdiv(max_seq_len, 64)
+            ),
+            device=facts,
         )
         self._slots_target = self._slots(facts, self.config.slots_per_sm)
         if max_items is not None:
