@@ -254,14 +254,14 @@ class _Screen(Listener):
             where = f"cell {failure.cell} of" if failure.cell >= 0 else "before any cell of"
             self.console.print(f"  {where} {escape(name)}:", highlight=False)
             for line in failure.source.splitlines():
-                self.console.print(Text(f"    {line}"))
+                self.console.print(Text(f"    {line}"), soft_wrap=True)
             if failure.traceback:
-                self.console.print(Text.from_ansi(failure.traceback))
+                self.console.print(Text.from_ansi(failure.traceback), soft_wrap=True)
             else:
-                self.console.print(Text(f"  {failure.error}", style="bold red"))
+                self.console.print(Text(f"  {failure.error}", style="bold red"), soft_wrap=True)
             self.console.print(Text(f"  partial copy: {_shown(result.copy)}"), soft_wrap=True)
         for line in result.stale:
-            self.console.print(Text(f"  {line}"))
+            self.console.print(Text(f"  {line}"), soft_wrap=True)
         if result.stale:
             command = f"dcp-lab run {name} --in-place"
             self.console.print(f"  bring it up to date: {command}", highlight=False)

@@ -434,6 +434,14 @@ def test_nothing_runs_when_anything_asked_for_is_wrong(tmp_path):
     assert not (tmp_path / "build").exists()
 
 
+def test_nothing_to_run_is_said(tmp_path, monkeypatch):
+    """Measure notebooks alone, without a GPU and without being named, are an error."""
+    write(tmp_path, "03_b", kind="measure")
+    monkeypatch.setattr(execute, "gpu_present", lambda: False)
+    with pytest.raises(NotebookError, match="no notebook that can run here"):
+        run(root=tmp_path)
+
+
 def test_listener_hears_every_cell_once(tmp_path):
     """Progress counts the notebook's own cells, whatever cells the run adds."""
     heard = []
@@ -549,7 +557,13 @@ def test_interrupt_leaves_no_kernel_behind(tmp_path, number):
 
 def test_in_place_leaves_outputs_and_nothing_that_changes(tmp_path):
     """in_place writes outputs and counts 1..N but no times, paths, versions; check then agrees."""
-    path = write(tmp_path, "01_a", DRAW, "", "headline('drawn', random.random())\n1 + 1")
+    path = write(
+        tmp_path,
+        "01_a",
+        f"{DRAW}\nimport os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])",
+        "",
+        "headline('drawn', random.random())\n1 + 1",
+    )
     write(tmp_path, "02_bad", "print('out')", "1 / 0")
     before = read(path)
     good, bad = run(root=tmp_path, in_place=True)
@@ -559,6 +573,8 @@ def test_in_place_leaves_outputs_and_nothing_that_changes(tmp_path):
     assert [cell.source for cell in nb.cells] == [cell.source for cell in before.cells]
     counts = [cell.execution_count for cell in nb.cells if cell.cell_type == "code"]
     assert counts == [1, 2, None, 3]
+    # Committed outputs are those of a machine without a GPU.
+    assert nb.cells[2].outputs[0].text == "-1\n"
     assert HEADLINE_MIME in nb.cells[4].outputs[0].data
     assert nb.cells[4].outputs[1].execution_count == 3
     assert set(nb.metadata) == {"dcp_lab", "kernelspec", "language_info"}

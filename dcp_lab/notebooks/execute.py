@@ -125,8 +125,8 @@ def run(
         One result a notebook, in the order they ran.
 
     Raises:
-        NotebookError: Before anything ran: an unknown notebook, an unknown parameter, a bad value,
-            or overrides together with in_place or check.
+        NotebookError: Before anything ran: an unknown notebook, no notebook at all, an unknown
+            parameter, a bad value, or overrides together with in_place or check.
 
     Notes:
         With in_place and check, teach and analyse notebooks do not see a GPU, since committed
@@ -140,6 +140,8 @@ def run(
     notebooks = [Notebook.read(path) for path in find(names, root)]
     if not names and not gpu_present():
         notebooks = [notebook for notebook in notebooks if notebook.kind != "measure"]
+    if not notebooks:
+        raise NotebookError("no notebook that can run here: measure notebooks need a GPU")
     overrides = resolve(notebooks, assignments)
 
     from dcp_lab.bench.record import provenance
@@ -271,7 +273,7 @@ def _kernel_manager_class(scratch: Path, log_file: TextIO, *, hide_gpu: bool) ->
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
     if hide_gpu:
-        env |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        env |= {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
     spec = KernelSpec(
         argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         display_name="dcp_lab",
