@@ -9,18 +9,20 @@ through all layers).
 
 from __future__ import annotations
 
+import numbers
+
 LSE_BYTES = 4
 
 
 def _positive(argument: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
         raise ValueError(f"{argument}: expected a number > 0, got {value!r}")
     return value
 
 
 def _count(argument: str, value: int) -> int:
     """Counts may be fractional (a mean over a run) but not negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value >= 0:
         raise ValueError(f"{argument}: expected a number >= 0, got {value!r}")
     return value
 
