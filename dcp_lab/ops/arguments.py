@@ -142,9 +142,9 @@ def check_kv_cache(
     )
     num_kv_heads = check_positive_int("num_kv_heads (of k_cache)", k_cache.shape[head_axis])
     head_dim = check_positive_int("head_dim (of k_cache)", k_cache.shape[3], at_most=MAX_HEAD_DIM)
-    shape[0] = f"P={k_cache.shape[0]}"
-    shape[page_axis] = f"page={page_size}"
-    shape[head_axis] = f"Hkv={num_kv_heads}"
+    shape[0] = ("P", k_cache.shape[0])
+    shape[page_axis] = ("page", page_size)
+    shape[head_axis] = ("Hkv", num_kv_heads)
     shape[3] = "Dv"
     check_tensor(
         "v_cache",
@@ -188,7 +188,7 @@ def check_block_table(
         "seq_lens",
         seq_lens,
         dtypes=(torch.int32,),
-        shape=[f"B={num_requests}"],
+        shape=[("B", num_requests)],
         device=device,
         last_contiguous=True,
     )
@@ -291,7 +291,7 @@ def check_decode_arguments(
             "sinks",
             sinks,
             dtypes=(torch.float32,),
-            shape=[f"Hq={num_q_heads}"],
+            shape=[("Hq", num_q_heads)],
             device=q.device,
             last_contiguous=True,
         )
@@ -307,7 +307,7 @@ def check_decode_arguments(
             "query_start_loc",
             query_start_loc,
             dtypes=(torch.int32,),
-            shape=[f"B+1={num_requests + 1}"],
+            shape=[("B+1", num_requests + 1)],
             device=q.device,
             last_contiguous=True,
         )
@@ -319,7 +319,7 @@ def check_decode_arguments(
             "global_seq_lens",
             global_seq_lens,
             dtypes=(torch.int32,),
-            shape=[f"B={num_requests}"],
+            shape=[("B", num_requests)],
             device=q.device,
             last_contiguous=True,
         )
@@ -334,7 +334,7 @@ def check_decode_arguments(
             "out",
             out,
             dtypes=(q.dtype,),
-            shape=[f"T={num_tokens}", f"Hq={num_q_heads}", f"Dv={cache.head_dim_v}"],
+            shape=[("T", num_tokens), ("Hq", num_q_heads), ("Dv", cache.head_dim_v)],
             device=q.device,
             last_contiguous=True,
         )
@@ -343,11 +343,11 @@ def check_decode_arguments(
             "lse",
             lse,
             dtypes=(torch.float32,),
-            shape=[f"T={num_tokens}", f"Hq={num_q_heads}"],
+            shape=[("T", num_tokens), ("Hq", num_q_heads)],
             device=q.device,
         )
     return DecodeArguments(
-        **{field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)},
+        **vars(cache),
         q=q,
         block_table=block_table,
         seq_lens=seq_lens,

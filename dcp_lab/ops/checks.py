@@ -38,7 +38,7 @@ def check_tensor(
     value: object,
     *,
     dtypes: Collection[torch.dtype] | None = None,
-    shape: Sequence[int | str] | None = None,
+    shape: Sequence[int | str | tuple[str, int]] | None = None,
     device: torch.device | None = None,
     last_contiguous: bool = False,
 ) -> torch.Tensor:
@@ -48,45 +48,53 @@ def check_tensor(
         argument: Name the caller knows it by.
         value: What was given.
         dtypes: Accepted dtypes. Default: any.
-        shape: One entry a dimension: an int that must match, or a name (any size).
-            An entry 'B=4' is a name with a size that must match. Default: any.
+        shape: One entry a dimension: a size, a name (any size), or a name with its size,
+            ("B", 4). Default: any.
         device: Where it has to be. Default: anywhere.
         last_contiguous: Whether the last dimension needs stride 1.
 
     Raises:
         ValueError: It is not.
+
+    Notes:
+        Runs in every call of an op: words are made only for an error.
     """
     if not isinstance(value, torch.Tensor):
-        wanted = "a tensor" if shape is None else f"a tensor [{', '.join(map(str, shape))}]"
-        fail(argument, wanted, value)
-    names = " or ".join(dtype_name(d) for d in dtypes) if dtypes else "any dtype"
-    wanted_shape = "" if shape is None else f" [{', '.join(map(str, shape))}]"
-    if dtypes and value.dtype not in dtypes:
-        fail(argument, f"{names}{wanted_shape}", value)
-    if shape is not None:
-        if value.dim() != len(shape):
-            fail(argument, f"{names}{wanted_shape}", value)
-        for size, entry in zip(value.shape, shape, strict=True):
-            if isinstance(entry, str):
-                if "=" not in entry:
-                    continue
-                entry = int(entry.split("=")[1])
-            if size != entry:
-                fail(argument, f"{names}{wanted_shape}", value)
+        fail(argument, _wanted("a tensor", shape), value)
+    wrong = dtypes is not None and value.dtype not in dtypes
+    if shape is not None and not wrong:
+        sizes = value.shape
+        wrong = len(sizes) != len(shape)
+        if not wrong:
+            for size, entry in zip(sizes, shape, strict=True):
+                if entry.__class__ is tuple:
+                    entry = entry[1]
+                if entry.__class__ is not str and size != entry:
+                    wrong = True
+                    break
+    if wrong:
+        kinds = " or ".join(dtype_name(d) for d in dtypes) if dtypes else "any dtype"
+        fail(argument, _wanted(kinds, shape), value)
     if device is not None and value.device != device:
         fail(argument, f"a tensor on {device}", value)
     # A dimension of size 1 or a tensor without elements has no stride that could be wrong.
-    if last_contiguous and value.numel() and value.shape[-1] > 1 and value.stride(-1) != 1:
-        fail(
-            argument, "a contiguous last dimension (stride 1)", f"strides {tuple(value.stride())}"
-        )
+    if last_contiguous and value.stride(-1) != 1 and value.shape[-1] > 1 and value.numel():
+        fail(argument, "a contiguous last dimension (stride 1)", f"strides {value.stride()}")
     return value
+
+
+def _wanted(kind: str, shape: Sequence[int | str | tuple[str, int]] | None) -> str:
+    """Return 'int32 [B=4, max_pages]'."""
+    if shape is None:
+        return kind
+    sizes = [f"{e[0]}={e[1]}" if isinstance(e, tuple) else str(e) for e in shape]
+    return f"{kind} [{', '.join(sizes)}]"
 
 
 def check_positive_int(argument: str, value: object, *, at_most: int | None = None) -> int:
     """Return value if it is an int >= 1 (and <= at_most)."""
-    upper = "" if at_most is None else f" and <= {at_most}"
     bad = isinstance(value, bool) or not isinstance(value, int) or value < 1
     if bad or (at_most is not None and value > at_most):
+        upper = "" if at_most is None else f" and <= {at_most}"
         fail(argument, f"an int >= 1{upper}", value)
     return value

@@ -187,7 +187,7 @@ class GatherWorkspace:
                 "seq_starts",
                 seq_starts,
                 dtypes=(torch.int32,),
-                shape=[f"B={num_requests}"],
+                shape=[("B", num_requests)],
                 device=self.device,
                 last_contiguous=True,
             )

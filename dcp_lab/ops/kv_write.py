@@ -57,7 +57,7 @@ def write_kv(
         "key",
         key,
         dtypes=FLOAT_DTYPES,
-        shape=["T", f"Hkv={heads}", f"D={cache.head_dim}"],
+        shape=["T", ("Hkv", heads), ("D", cache.head_dim)],
         device=device,
         last_contiguous=True,
     )
@@ -66,7 +66,7 @@ def write_kv(
         "value",
         value,
         dtypes=(key.dtype,),
-        shape=[f"T={num_tokens}", f"Hkv={heads}", f"Dv={cache.head_dim_v}"],
+        shape=[("T", num_tokens), ("Hkv", heads), ("Dv", cache.head_dim_v)],
         device=device,
         last_contiguous=True,
     )
@@ -74,7 +74,7 @@ def write_kv(
         "slot_mapping",
         slot_mapping,
         dtypes=(torch.int64,),
-        shape=[f"T={num_tokens}"],
+        shape=[("T", num_tokens)],
         device=device,
         last_contiguous=True,
     )

@@ -60,7 +60,7 @@ def merge_states(
         "lses",
         lses,
         dtypes=(torch.float32,),
-        shape=(f"N={num_states}", f"T={num_tokens}", f"H={num_heads}"),
+        shape=(("N", num_states), ("T", num_tokens), ("H", num_heads)),
         device=outs.device,
     )
     if num_states == 0:
@@ -74,7 +74,7 @@ def merge_states(
             "out",
             out,
             dtypes=(outs.dtype,),
-            shape=(f"T={num_tokens}", f"H={num_heads}", f"D={head_dim}"),
+            shape=(("T", num_tokens), ("H", num_heads), ("D", head_dim)),
             device=outs.device,
             last_contiguous=True,
         )
@@ -85,7 +85,7 @@ def merge_states(
             "lse",
             lse,
             dtypes=(torch.float32,),
-            shape=(f"T={num_tokens}", f"H={num_heads}"),
+            shape=(("T", num_tokens), ("H", num_heads)),
             device=outs.device,
         )
     if lse.numel():
