@@ -482,7 +482,7 @@ def test_measure_notebooks_need_a_gpu_or_their_name(tmp_path, monkeypatch):
 
 
 def test_notebook_past_its_time_is_ended(tmp_path):
-    """The time is the whole notebook's: it fails in the cell that passes it, its kernel is gone."""
+    """The time is the whole notebook's: the cell that passes it fails, and the kernel is gone."""
     pid_file = tmp_path / "pid"
     wait = "time.sleep(6)"
     write(
