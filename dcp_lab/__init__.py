@@ -16,6 +16,7 @@ _HOMES = {
     "Shard": "dcp_lab.sharding",
     "DecodeWorkspace": "dcp_lab.ops.workspace",
     "paged_decode": "dcp_lab.ops.decode",
+    "BoundDecode": "dcp_lab.ops.decode",
     "gather_decode": "dcp_lab.ops.gather",
     "gather_kv": "dcp_lab.ops.gather",
     "write_kv": "dcp_lab.ops.kv_write",

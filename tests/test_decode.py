@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dcp_lab import AttnState, DecodeWorkspace, Shard, merge_states, paged_decode
+from dcp_lab import AttnState, BoundDecode, DecodeWorkspace, Shard, merge_states, paged_decode
 from dcp_lab.ops.workspace import DecodeConfig
 from dcp_lab.reference import eager_decode, reference_attention, reference_decode
 from dcp_lab.testing import PagedCase, assert_within_budget
@@ -205,7 +205,7 @@ def test_natural_logarithm_on_every_path():
 @pytest.mark.parametrize("num_splits", SPLITS[:3])
 @pytest.mark.parametrize("rank", range(4))
 def test_multi_token_bound_under_interleave(rank, num_splits):
-    """Rows that end at global lengths 6, 7, 8, 9 see the local tokens that the rank holds of them."""
+    """Rows that end at global lengths 6 to 9 see the local tokens that the rank holds of them."""
     visible = [[2, 2, 2, 3], [2, 2, 2, 2], [1, 2, 2, 2], [1, 1, 2, 2]][rank]
     case = build((9,), query_lens=(4,), num_q_heads=1, num_kv_heads=1, shard=Shard(rank, 4))
     case.q.zero_()
@@ -393,3 +393,25 @@ def test_workspace_refusals():
         make(4, 4, 3, 32)
     with pytest.raises(ValueError, match="global_seq_lens: expected int32"):
         fresh.prepare(case.seq_lens, sliding_window=4, shard=Shard(0, 2))
+
+
+def test_a_bound_call_follows_its_buffers():
+    """A bound call gives what paged_decode gives, also after its buffers changed in place."""
+    case = build((200, 3))
+    workspace = DecodeWorkspace(2, 4, 2, 32, max_items=8, device=DEVICE)
+    workspace.prepare(case.seq_lens)
+    out, lse = torch.empty(2, 4, 32, device=DEVICE), torch.empty(2, 4, device=DEVICE)
+    bound = BoundDecode(*case.tensors, workspace=workspace, out=out, lse=lse)
+    for lens in ((200, 3), (17, 2), (0, 1)):
+        case.q.normal_()
+        case.seq_lens.copy_(torch.tensor(lens))
+        workspace.prepare(case.seq_lens)
+        out.fill_(math.nan)
+        got = bound()
+        assert got.out is out and got.lse is lse
+        truth = reference_decode(*case.tensors)
+        assert_within_budget(f"bound {lens}", got, truth, eager_decode(*case.tensors))
+    with pytest.raises(ValueError, match="workspace: expected one given"):
+        BoundDecode(*case.tensors, out=out, lse=lse)
+    with pytest.raises(ValueError, match=r"seq_lens: expected int32"):
+        BoundDecode(*case.tensors[:4], case.q, workspace=workspace, out=out, lse=lse)

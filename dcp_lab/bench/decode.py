@@ -35,7 +35,7 @@ from tqdm import tqdm
 from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
 from dcp_lab.kernels import INTERPRETED
-from dcp_lab.ops.decode import paged_decode
+from dcp_lab.ops.decode import BoundDecode, paged_decode
 from dcp_lab.ops.gather import gather_decode
 from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
 from dcp_lab.reference import eager_decode, reference_decode
@@ -238,6 +238,24 @@ def paged_variant(x: Layers, name: str = "planned", config: DecodeConfig | None 
     return Variant("paged_decode", name, call)
 
 
+def bound_variant(x: Layers) -> Variant:
+    """Return paged_decode bound once to each layer's buffers: the same kernels, less host time."""
+    workspace = make_workspace(x)
+    layers = [
+        BoundDecode(
+            x.q[layer],
+            *x.caches(layer),
+            x.block_table,
+            x.seq_lens,
+            workspace=workspace,
+            out=x.out[layer],
+            lse=x.lse[layer],
+        )
+        for layer in range(x.layers)
+    ]
+    return Variant("paged_decode", "bound", lambda layer: layers[layer]())
+
+
 def gather_variant(x: Layers, gather: str) -> Variant:
     """Return gather_decode; total_tokens is given, so that it needs no sync and no spare room."""
 
@@ -380,7 +398,8 @@ def _keep_worst(
 
 def variants_of(x: Layers) -> list[Variant]:
     """Return every variant that fits the shape."""
-    found = [paged_variant(x), gather_variant(x, "per_token"), gather_variant(x, "per_page")]
+    found = [paged_variant(x), bound_variant(x)]
+    found += [gather_variant(x, gather) for gather in ("per_token", "per_page")]
     if x.shape.lengths == "equal" and x.shape.context_tokens % x.shape.page_size == 0:
         found.append(sdpa_variant(x))
     return [*found, read_variant(x), plan_variant(x)]

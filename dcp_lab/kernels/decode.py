@@ -137,6 +137,8 @@ def _decode_kernel(
     num_requests,
     num_tokens,
     num_splits,
+    head_blocks,
+    partial_query_len,
     stride_q_t,
     stride_q_h,
     stride_k_p,
@@ -155,7 +157,6 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    PARTIAL_QUERY_LEN: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_ITEMS: tl.constexpr,
     HAS_PARTIALS: tl.constexpr,
@@ -174,9 +175,10 @@ def _decode_kernel(
     WAIT_LAUNCH: tl.constexpr,
     EARLY_LAUNCH: tl.constexpr,
 ):
-    """Grid (KV heads x row blocks, items): one piece of a request's KV for one KV head's rows.
+    """Grid (items x KV heads x row blocks,): a piece of a request's KV for one KV head's rows.
 
-    Without items (a fixed num_splits) the second axis is requests x splits, requests fastest.
+    KV heads vary fastest, then row blocks (head_blocks in all). Without items (a fixed num_splits)
+    there is one item a request and split, requests faster.
     """
     if WAIT_LAUNCH:
         # Launched while the kernel before it drains: nothing of its results is read above this
@@ -187,9 +189,9 @@ def _decode_kernel(
         # loop it costs as much as a plain edge (16 x 2k on an H200: 11.3 us here, 12.3 after the
         # loop).
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    row_block = tl.program_id(0) // NUM_KV_HEADS
-    index = tl.program_id(1)
+    kv_head = tl.program_id(0) % head_blocks % NUM_KV_HEADS
+    row_block = tl.program_id(0) % head_blocks // NUM_KV_HEADS
+    index = tl.program_id(0) // head_blocks
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     j = row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -203,7 +205,7 @@ def _decode_kernel(
             for h0 in range(0, GROUP, BLOCK_M):
                 in_group = h0 + tl.arange(0, BLOCK_M) < GROUP
                 used_tokens = tl.load(query_start_loc_ptr + num_requests)
-                for t in range(used_tokens + index, num_tokens, tl.num_programs(1)):
+                for t in range(used_tokens + index, num_tokens, tl.num_programs(0) // head_blocks):
                     pad_out = out_ptr + tl.cast(t, tl.int64) * stride_out_t
                     pad_out += (
                         tl.cast(heads + h0, tl.int64)[:, None] * stride_out_h + offs_dv[None, :]
@@ -362,7 +364,7 @@ def _decode_kernel(
         tl.store(out + offs_dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_out)
         tl.store(lse_ptr + token * stride_lse_t + head64 * stride_lse_h, lse2 * LN2, mask=mask_row)
     elif HAS_PARTIALS:
-        partial = (tl.cast(slot, tl.int64) * PARTIAL_QUERY_LEN + j) * (NUM_KV_HEADS * GROUP) + head
+        partial = (tl.cast(slot, tl.int64) * partial_query_len + j) * (NUM_KV_HEADS * GROUP) + head
         tl.store(
             partial_out_ptr + partial[:, None] * HEAD_DIM_V + offs_dv[None, :], acc, mask=mask_out
         )
@@ -381,14 +383,14 @@ def _reduce_kernel(
     out_ptr,
     lse_ptr,
     num_splits,
+    max_query_len,
+    partial_query_len,
     stride_out_t,
     stride_out_h,
     stride_lse_t,
     stride_lse_h,
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    MAX_QUERY_LEN: tl.constexpr,
-    PARTIAL_QUERY_LEN: tl.constexpr,
     HAS_ITEMS: tl.constexpr,
     HAS_QUERY_START_LOC: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -402,13 +404,13 @@ def _reduce_kernel(
     WAIT_LAUNCH: tl.constexpr,
     EARLY_LAUNCH: tl.constexpr,
 ):
-    """Grid (query heads, column blocks, split requests x query tokens): merge a row's partials."""
+    """Grid (split requests x query tokens, query heads, column blocks): merge a row's partials."""
     if EARLY_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    entry = tl.program_id(2) // MAX_QUERY_LEN
-    j = tl.program_id(2) % MAX_QUERY_LEN
+    entry = tl.program_id(0) // max_query_len
+    j = tl.program_id(0) % max_query_len
+    head = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     if HAS_ITEMS:
         request = tl.load(split_requests_ptr + entry * 4)
         if request < 0:
@@ -450,7 +452,7 @@ def _reduce_kernel(
     for s0 in range(0, splits, BLOCK_S):
         s = s0 + offs_s
         mask_s = s < splits
-        partial = (tl.cast(first + s, tl.int64) * PARTIAL_QUERY_LEN + j) * NUM_Q_HEADS + head
+        partial = (tl.cast(first + s, tl.int64) * partial_query_len + j) * NUM_Q_HEADS + head
         lse2 = tl.load(partial_lse_ptr + partial, mask=mask_s, other=float("-inf"))
         part = tl.load(
             partial_out_ptr + partial[:, None] * HEAD_DIM_V + column[None, :],
@@ -476,6 +478,6 @@ def _reduce_kernel(
     token = tl.cast(query_start + j, tl.int64)
     out = out_ptr + token * stride_out_t + tl.cast(head, tl.int64) * stride_out_h
     tl.store(out + column, acc.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM_V)
-    if tl.program_id(1) == 0:
+    if tl.program_id(2) == 0:
         lse_at = lse_ptr + token * stride_lse_t + tl.cast(head, tl.int64) * stride_lse_h
         tl.store(lse_at + tl.arange(0, 1), lse)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
@@ -10,6 +12,7 @@ from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
 from dcp_lab.ops.checks import fail
 from dcp_lab.ops.device import Device, device_of
+from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.workspace import (
     DecodeConfig,
     DecodeWorkspace,
@@ -151,10 +154,53 @@ def paged_decode(
             shard=shard,
         )
     rounded = interpreter_safe(out)
-    _launch(a, workspace=workspace, out=rounded, lse=lse)
+    for launch in _plan(a, workspace=workspace, out=rounded, lse=lse):
+        launch.run()
     if rounded is not out:
         out.copy_(rounded)
     return AttnState(out, lse)
+
+
+class BoundDecode:
+    """paged_decode bound once to its buffers: what a model's layer keeps and calls every step.
+
+    Arguments are those of paged_decode, with workspace, out and lse required. They are checked and
+    the launches prepared here, once; each call then only launches, on the current stream. The
+    tensors are fixed, their contents may change between calls: q, the caches, block_table,
+        seq_lens and what workspace.prepare wrote.
+
+    Raises:
+        ValueError, NotImplementedError: As paged_decode; also when workspace, out or lse is
+            missing.
+
+    Notes:
+        Graph capture: bind before, call inside. No sync, no allocation.
+        Binding launches once, so the workspace has to be prepared before.
+        CPU: each call is a paged_decode of the same arguments.
+    """
+
+    def __init__(self, *tensors: torch.Tensor, **options: object) -> None:
+        for name in ("workspace", "out", "lse"):
+            if options.get(name) is None:
+                fail(name, "one given, to bind a call to it", None)
+        self.state = paged_decode(*tensors, **options)
+        if INTERPRETED:
+            self._launches = [functools.partial(paged_decode, *tensors, **options)]
+            return
+        workspace = options.pop("workspace")
+        arguments = check_decode_arguments(*tensors, **options)
+        planned = (
+            _plan(arguments, workspace=workspace, out=self.state.out, lse=self.state.lse)
+            if arguments.num_tokens and arguments.num_requests
+            else []
+        )
+        self._launches = [launch.bind() for launch in planned]
+
+    def __call__(self) -> AttnState:
+        """Launch; return the bound (out, lse)."""
+        for launch in self._launches:
+            launch()
+        return self.state
 
 
 def _check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
@@ -204,14 +250,14 @@ def _check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
         )
 
 
-def _launch(
+def _plan(
     a: DecodeArguments,
     *,
     workspace: DecodeWorkspace | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> None:
-    """Launch the decode kernel and, where a request can be split, the reduce kernel."""
+) -> list[Launch]:
+    """Return the launch of the decode kernel and, where a request can be split, of the reduce."""
     num_splits = a.num_splits
     device = device_of(a.q.device)
     group = a.num_q_heads // a.num_kv_heads
@@ -251,12 +297,12 @@ def _launch(
         partial_out_ptr=partial_out,
         partial_lse_ptr=partial_lse,
         num_splits=num_splits or 0,
+        partial_query_len=partial_query_len,
         stride_out_t=out.stride(0),
         stride_out_h=out.stride(1),
         stride_lse_t=lse.stride(0),
         stride_lse_h=lse.stride(1),
         HEAD_DIM_V=a.head_dim_v,
-        PARTIAL_QUERY_LEN=partial_query_len,
         HAS_ITEMS=has_items,
         HAS_QUERY_START_LOC=a.query_start_loc is not None,
         HAS_SINKS=a.sinks is not None,
@@ -265,7 +311,7 @@ def _launch(
         SHARD_SIZE=shard.size,
         INTERLEAVE=shard.interleave_size,
     )
-    kernels._decode_kernel[(a.num_kv_heads * row_blocks, num_items)](
+    decode = dict(
         q_ptr=q,
         k_ptr=k_cache,
         v_ptr=v_cache,
@@ -275,6 +321,7 @@ def _launch(
         softcap=a.softcap or 0.0,
         num_requests=a.num_requests,
         num_tokens=a.num_tokens,
+        head_blocks=a.num_kv_heads * row_blocks,
         stride_q_t=q.stride(0),
         stride_q_h=q.stride(1),
         stride_k_p=k_strides[0],
@@ -298,27 +345,28 @@ def _launch(
         STAGES=config.num_stages,
         WAIT_LAUNCH=overlap_entry,
         EARLY_LAUNCH=overlap_reduce,
-        num_warps=config.num_warps,
-        **({"launch_pdl": True} if overlap_entry else {}),
         **shared,
     )
+    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if overlap_entry else {})
+    grid = (num_items * a.num_kv_heads * row_blocks,)
+    launches = [Launch(kernels._decode_kernel, grid, decode, options)]
     if not num_reduced:
-        return
+        return launches
     columns = min(config.reduce_columns, triton.next_power_of_2(a.head_dim_v))
-    grid = (a.num_q_heads, triton.cdiv(a.head_dim_v, columns), num_reduced * a.max_query_len)
-    kernels._reduce_kernel[grid](
+    grid = (num_reduced * a.max_query_len, a.num_q_heads, triton.cdiv(a.head_dim_v, columns))
+    reduce = dict(
         split_requests_ptr=workspace.split_requests if has_items else a.seq_lens,
         NUM_Q_HEADS=a.num_q_heads,
-        MAX_QUERY_LEN=a.max_query_len,
+        max_query_len=a.max_query_len,
         TILE=config.block_n,
         BLOCK_S=config.reduce_splits,
         BLOCK_C=columns,
         WAIT_LAUNCH=overlap_reduce,
         EARLY_LAUNCH=overlap_entry,
-        num_warps=config.reduce_warps,
-        **({"launch_pdl": True} if overlap_reduce else {}),
         **shared,
     )
+    options = {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if overlap_reduce else {})
+    return [*launches, Launch(kernels._reduce_kernel, grid, reduce, options)]
 
 
 def _config_for_fixed_splits(a: DecodeArguments, device: Device) -> DecodeConfig:
