@@ -45,9 +45,11 @@ jupyter: env
 	@$(BIN)/jupyter lab --ip=127.0.0.1 notebooks
 
 lint: env
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/python tools/check_notebooks.py
+	@status=0; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/python tools/check_notebooks.py || status=1; \
+	exit $$status
 
 format: env
 	@$(BIN)/ruff check --fix .
