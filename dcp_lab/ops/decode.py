@@ -167,7 +167,7 @@ class BoundDecode:
     Arguments are those of paged_decode, with workspace, out and lse required. They are checked and
     the launches prepared here, once; each call then only launches, on the current stream. The
     tensors are fixed, their contents may change between calls: q, the caches, block_table,
-        seq_lens and what workspace.prepare wrote.
+    seq_lens and what workspace.prepare wrote.
 
     Raises:
         ValueError, NotImplementedError: As paged_decode; also when workspace, out or lse is
