@@ -149,7 +149,7 @@ def test_what_is_installed_is_what_the_constraints_say(setup_env):
 
 def test_a_wheel_holds_every_module_and_template(tmp_path):
     """Installed without -e the package still has its modules and the report's templates."""
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "dcp_lab", tmp_path / "dcp_lab", ignore=ignore)
