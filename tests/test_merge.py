@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from dcp_lab import AttnState, merge_states
+from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.merge import MergeConfig, launch_pack, launch_rescale
 from dcp_lab.reference import reference_merge
 from dcp_lab.testing import assert_within_budget
 
+# The same tests run compiled on a GPU, where one is.
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.float16, id="fp16"),
@@ -26,6 +30,13 @@ EMPTY_LSES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _on_device() -> Iterator[None]:
+    """Make new tensors on DEVICE."""
+    with DEVICE:
+        yield
+
+
 def random_states(
     num_states: int,
     num_tokens: int,
@@ -36,9 +47,10 @@ def random_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outs [N, T, H, D] and lses [N, T, H] with LSEs some units apart."""
     generator = torch.Generator().manual_seed(seed)
-    outs = torch.randn(num_states, num_tokens, num_heads, head_dim, generator=generator)
-    lses = 3 * torch.randn(num_states, num_tokens, num_heads, generator=generator)
-    return outs.to(dtype), lses
+    shape = (num_states, num_tokens, num_heads, head_dim)
+    outs = torch.randn(shape, generator=generator, device="cpu")
+    lses = 3 * torch.randn(shape[:3], generator=generator, device="cpu")
+    return outs.to(DEVICE, dtype), lses.to(DEVICE)
 
 
 def eager_merge(outs: torch.Tensor, lses: torch.Tensor) -> AttnState:
@@ -244,7 +256,7 @@ def test_nothing_to_merge(shape: tuple[int, int, int, int]) -> None:
     assert got.out.shape == shape[1:] and got.lse.shape == shape[1:3]
 
 
-OUTS, LSES = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 4)
+OUTS, LSES = torch.zeros(2, 3, 4, 16, device=DEVICE), torch.zeros(2, 3, 4, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +273,14 @@ OUTS, LSES = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 4)
         ({"lses": LSES[:1]}, r"lses: expected float32 \[N=2, T=3, H=4\], got float32 \[1, 3, 4\]"),
         ({"lses": LSES[:, :2]}, r"lses: expected .*T=3.*got float32 \[2, 2, 4\]"),
         ({"lses": LSES.mT}, r"lses: expected .*got float32 \[2, 4, 3\]"),
-        ({"lses": LSES.to("meta")}, "lses: expected a tensor on cpu"),
+        ({"lses": LSES.to("meta")}, "lses: expected a tensor on c"),
         ({"out": OUTS[0].half()}, r"out: expected float32 \[T=3, H=4, D=16\], got float16"),
         ({"out": OUTS[0, :2]}, r"out: expected .*got float32 \[2, 4, 16\]"),
-        ({"out": OUTS[0].to("meta")}, "out: expected a tensor on cpu"),
+        ({"out": OUTS[0].to("meta")}, "out: expected a tensor on c"),
         ({"out": OUTS[0].mT.contiguous().mT}, "out: expected a contiguous last dimension"),
         ({"lse": LSES[0].double()}, r"lse: expected float32 \[T=3, H=4\], got float64"),
         ({"lse": LSES[0].T}, r"lse: expected .*got float32 \[4, 3\]"),
-        ({"lse": LSES[0].to("meta")}, "lse: expected a tensor on cpu"),
+        ({"lse": LSES[0].to("meta")}, "lse: expected a tensor on c"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:40],
 )
@@ -276,6 +288,13 @@ def test_bad_argument(arguments: dict[str, object], message: str) -> None:
     """Bad input is a ValueError that names the argument, what was expected, what came."""
     with pytest.raises(ValueError, match=message):
         merge_states(**({"outs": OUTS, "lses": LSES} | arguments))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors in a process that compiles its kernels are refused, with what to do."""
+    monkeypatch.setattr("dcp_lab.ops.merge.INTERPRETED", False)
+    with pytest.raises(ValueError, match="outs: expected a GPU: .*TRITON_INTERPRET=1"):
+        merge_states(OUTS.cpu(), LSES.cpu())
 
 
 def test_head_dim_too_wide() -> None:
@@ -291,7 +310,10 @@ MIDDLE = 2**31
 
 def sparse(path: Path, dtype: type[np.floating]) -> torch.Tensor:
     """Return a huge array of zeros: a file that takes no room where nothing was written."""
-    return torch.from_numpy(np.memmap(path, dtype, "w+", shape=(MIDDLE + 2 * FAR + 2**20,)))
+    size = MIDDLE + 2 * FAR + 2**20
+    if DEVICE.type == "cpu":
+        return torch.from_numpy(np.memmap(path, dtype, "w+", shape=(size,)))
+    return torch.zeros(size, dtype=torch.from_numpy(np.zeros(1, dtype)).dtype)
 
 
 def far_view(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from reducer_ranks import NAMES, Case
 
 from dcp_lab import AttnState, Shard, make_reducer, merge_states
+from dcp_lab.kernels import INTERPRETED
 from dcp_lab.reducers.local_group import run_ranks
 from dcp_lab.reference import reference_decode, reference_merge
 from dcp_lab.testing import PagedCase, assert_within_budget
@@ -115,9 +116,20 @@ def many_for(size: int) -> list[list[AttnState]]:
 
 
 @functools.cache
+def outcome_of(size: int) -> list[dict[Any, Any]] | Exception:
+    """Start the ranks of a group of this size, once, also when they fail."""
+    try:
+        return run_ranks("reducer_ranks:run", size, args=(cases_for(size), many_for(size)))
+    except Exception as error:
+        return error
+
+
 def results_of(size: int) -> list[dict[Any, Any]]:
-    """Return what every rank of a group of this size got; its processes are started once."""
-    return run_ranks("reducer_ranks:run", size, args=(cases_for(size), many_for(size)))
+    """Return what every rank of a group of this size got."""
+    outcome = outcome_of(size)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def case_of(size: int, name: str) -> Case:
@@ -159,7 +171,13 @@ def assert_reduced(reducer: str, got: AttnState, states: list[AttnState]) -> Non
         assert_same_bits(got, merged(states))
 
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not INTERPRETED,
+        reason="needs TRITON_INTERPRET=1: these ranks use gloo and CPU tensors",
+    ),
+]
 by_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"R{size}")
 by_reducer = pytest.mark.parametrize("reducer", NAMES)
 

@@ -16,7 +16,7 @@ from dcp_lab.ops.checks import (
     dtype_name,
     fail,
 )
-from dcp_lab.ops.merge import check_merge_head_dim
+from dcp_lab.ops.merge import check_merge_device, check_merge_head_dim
 from dcp_lab.state import AttnState
 
 
@@ -156,7 +156,7 @@ class Reducer(abc.ABC):
             "state.lse",
             state[1],
             dtypes=(torch.float32,),
-            shape=(f"T={num_tokens}", self.num_q_heads),
+            shape=(("T", num_tokens), self.num_q_heads),
             device=self.device,
         )
         if num_tokens > self.max_tokens:
@@ -190,4 +190,5 @@ def _check_device(device: torch.device | str | int, group: dist.ProcessGroup) ->
     served = [entry.split(":")[0] for entry in config.split(",")]
     if device.type not in served:
         fail("device", f"a type that the group's backend serves ({config})", str(device))
+    check_merge_device("device", device)
     return device
