@@ -269,14 +269,22 @@ class _Screen(Listener):
 
 def _print_headlines(console: Console, results: Sequence[Result]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title="Headline numbers", title_justify="left", box=None, pad_edge=False)
-    table.add_column("notebook", style="dim", no_wrap=True)
+    table = Table(
+        title="Headline numbers",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        show_header=False,
+    )
     table.add_column("number")
     table.add_column("value", justify="right", style="bold", no_wrap=True)
     for result in results:
+        if result.headlines:
+            table.add_row(Text(result.notebook.name, style="dim"))
         for line in result.headlines:
-            table.add_row(result.notebook.name, line.name, line.text)
+            table.add_row(Text(f"  {line.name}"), Text(line.text))
     if table.row_count:
         console.print(table)
 

@@ -613,7 +613,8 @@ def printed(*texts: str, tags: Sequence[str] = ()) -> nbformat.NotebookNode:
 def headlined(**values: object) -> nbformat.NotebookNode:
     """Return a notebook of one headline number."""
     cell = code("headline()")
-    cell.outputs = [v4.new_output("display_data", data={HEADLINE_MIME: values})]
+    data = {HEADLINE_MIME: values, "text/plain": "a number"}
+    cell.outputs = [v4.new_output("display_data", data=data)]
     return v4.new_notebook(cells=[cell])
 
 
@@ -677,7 +678,7 @@ def test_report_opens_without_a_network(three, tmp_path):
         1,
         v4.new_markdown_cell(
             "## Part\nInline $e^{x}$, block\n\n$$\\ln \\sum_s e^{x_s}$$\n\n"
-            "and [the bad one](02_bad.ipynb), $\\undefined{$."
+            "and [the bad one](02_bad.ipynb), [one that is not here](03_c.ipynb), $\\undefined{$."
         ),
     )
     figure = code("draw()")
@@ -697,6 +698,8 @@ def test_report_opens_without_a_network(three, tmp_path):
     assert page.count("<math") == 2
     assert "\\undefined{" in page
     assert 'href="#02_bad"' in page
+    assert "one that is not here" in page
+    assert "03_c" not in page
     assert 'alt="Figure: Part"' in page
     assert "ZeroDivisionError" in page
     assert "failed" in page
@@ -706,3 +709,16 @@ def test_report_opens_without_a_network(three, tmp_path):
         r"""(?:src|srcset|data)\s*=\s*["'](?!data:)[^"']*|<link\b|@import|url\(""", page
     )
     assert loads == []
+
+
+def test_report_opens_with_the_answers(tmp_path):
+    """Headline numbers of analyse notebooks stand before those of teach notebooks."""
+    copies = []
+    for name, kind in (("01_a", "teach"), ("06_b", "analyse")):
+        nb = headlined(name=f"number of {name}", value=1)
+        nb.metadata["dcp_lab"] = {"kind": kind}
+        copies.append(tmp_path / f"{name}.ipynb")
+        nbformat.write(nb, copies[-1])
+    page = write_report(copies, tmp_path / "report.html").read_text()
+    assert page.index("number of 06_b") < page.index("number of 01_a")
+    assert page.index('<section id="01_a">') < page.index('<section id="06_b">')

@@ -10,11 +10,11 @@ import dataclasses
 import html
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcp_lab.notebooks.books import title_of
+from dcp_lab.notebooks.books import KINDS, title_of
 from dcp_lab.notebooks.headlines import Headline, collect_headlines
 from dcp_lab.notebooks.outputs import RECORD_TAG
 
@@ -57,12 +57,15 @@ def write_report(copies: Sequence[Path], path: Path) -> Path:
     import jinja2
     from pygments.formatters import HtmlFormatter
 
-    chapters = [_chapter(copy) for copy in copies]
+    names = {copy.stem for copy in copies}
+    chapters = [_chapter(copy, names) for copy in copies]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((_HERE / "report.html.j2").read_text())
     css = (_HERE / "report.css").read_text()
     page = template.render(
         chapters=chapters,
+        # Answers before the means to get them.
+        answers_first=sorted(chapters, key=lambda c: KINDS.index(c.kind), reverse=True),
         css=css + HtmlFormatter(style="friendly").get_style_defs(".highlight"),
         run=chapters[0].run if chapters else {},
     )
@@ -73,21 +76,22 @@ def write_report(copies: Sequence[Path], path: Path) -> Path:
     return path
 
 
-def _chapter(copy: Path) -> Chapter:
+def _chapter(copy: Path, names: Collection[str]) -> Chapter:
+    """Return an executed notebook as part of a report that holds the notebooks `names`."""
     import nbformat
 
     nb = nbformat.read(copy, as_version=4)
-    about = nb.metadata.get("dcp_lab", {})
+    about = nb.metadata["dcp_lab"]
     outputs = [output for cell in nb.cells for output in cell.get("outputs", [])]
     _describe_figures(nb)
     return Chapter(
         name=copy.stem,
         title=title_of(nb) or copy.stem,
-        kind=about.get("kind", ""),
+        kind=about["kind"],
         run=dict(about.get("run", {})),
         failed=any(output.output_type == "error" for output in outputs),
         headlines=collect_headlines(nb),
-        body=_body(nb, copy.stem),
+        body=_body(nb, copy.stem, names),
     )
 
 
@@ -103,7 +107,7 @@ def _describe_figures(nb: NotebookNode) -> None:
                 output.metadata.setdefault("image/png", {}).setdefault("alt", f"Figure: {heading}")
 
 
-def _body(nb: NotebookNode, name: str) -> str:
+def _body(nb: NotebookNode, name: str, names: Collection[str]) -> str:
     """Return a notebook's cells as HTML without scripts, ids and links made for one page."""
     import jinja2
     from nbconvert import HTMLExporter
@@ -125,7 +129,9 @@ def _body(nb: NotebookNode, name: str) -> str:
 
         def link(self, text: str, url: str, title: str | None = None) -> str:
             other = re.fullmatch(r"(?:\./)?([\w-]+)\.ipynb", url)
-            return super().link(text, f"#{other[1]}" if other else url, title)
+            if other is None:
+                return super().link(text, url, title)
+            return super().link(text, f"#{other[1]}", title) if other[1] in names else text
 
     class Exporter(HTMLExporter):
         @jinja2.pass_context
