@@ -8,6 +8,7 @@ import torch
 from dcp_lab.bench import decode as bench
 from dcp_lab.bench import record, timing
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = bench.DecodeShape(3, 32, num_q_heads=4, num_kv_heads=2, head_dim=32)
 
 
@@ -39,7 +40,7 @@ def test_shapes_are_read():
 
 def test_every_attention_is_checked_before_it_is_timed():
     """Paged, gathered and contiguous attention pass the gate on the inputs that would be timed."""
-    x = bench.make_layers(TINY, dtype=torch.float32, device="cpu")
+    x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
     variants = [bench.paged_variant(x), bench.sdpa_variant(x)]
     variants += [bench.gather_variant(x, g) for g in ("per_token", "per_page")]
     for variant in variants:
@@ -51,7 +52,7 @@ def test_every_attention_is_checked_before_it_is_timed():
 @pytest.mark.parametrize("broken", ["out", "lse", "nothing written"])
 def test_a_wrong_result_is_not_timed(broken):
     """A variant whose out or LSE is off, or was never written, is refused by name."""
-    x = bench.make_layers(TINY, dtype=torch.float32, device="cpu")
+    x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
     right = bench.paged_variant(x)
 
     def call(layer: int) -> None:

@@ -93,10 +93,11 @@ def choose_config(
         # `dcp-lab amd-report`). Built, never run here.
         block_n = block_n if rows == 16 else max(16, block_n // 2)
         return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2, **reduce)
-    # A program that starts while its predecessor drains saves 0.4 us (16 x 8k: 23.6 against 24.0)
-    # but lands where there is room, so that some multiprocessors get three programs and others
-    # one: 64 x 8k 88 against 71.4 us, 256 x 1k 47.0 against 37.8, 1 x 64k 17.1 against 15.8.
-    overlap_entry = max_tokens <= 200_000 and num_splits_hint <= 128 and not small
+    # A program that starts while its predecessor drains saves 0.5 us (16 x 2k: 10.7 against 11.2)
+    # but lands where there is room. With two programs a multiprocessor some then get three and
+    # others one: 64 x 8k 88 against 71.4 us, 256 x 1k 47.0 against 37.8, 16 x 8k 23.6 in one run
+    # and 25.8 in another against 24.0. So only where one each is enough.
+    overlap_entry = slots_per_sm == 1
     return DecodeConfig(
         block_n=block_n,
         num_warps=num_warps,
