@@ -72,7 +72,7 @@ def choose_config(
     # heads (512 programs) takes 125 us with 32 tokens and 2 warps, 153 with 64.
     small = num_programs > 2 * device.num_sms
     block_n, num_warps, slots_per_sm = (32, 2, 4) if small else (64, 4, 2)
-    if max_tokens <= 32768:
+    if max_tokens <= 32768 and num_programs <= device.num_sms:
         slots_per_sm = 1
     # Wider heads keep a tile's 32 KB; narrower ones do not want more tokens (32q/4kv d64, 16 x 2k:
     # 13.8 us with 64 tokens, 15.3 with 128).
