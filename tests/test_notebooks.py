@@ -19,6 +19,7 @@ import torch
 from nbformat import v4
 
 from dcp_lab import notebooks
+from dcp_lab.bench import record
 from dcp_lab.notebooks import (
     Headline,
     Listener,
@@ -382,16 +383,16 @@ def test_copy_records_what_it_ran_with(three):
     """Parameters, seed, commit and versions stand in the copy's metadata and in a visible cell."""
     _, (good, _, _) = three
     nb = read(good.copy)
-    record = nb.metadata.dcp_lab.run
-    assert record.parameters == {"seed": 0, "context_tokens": 128, "hardware": "H200"}
-    assert record.seed == 0
-    assert record.torch == torch.__version__
+    ran = nb.metadata.dcp_lab.run
+    assert ran.parameters == {"seed": 0, "context_tokens": 128, "hardware": "H200"}
+    assert ran.seed == 0
+    assert ran.torch == torch.__version__
     for key in ("git_commit", "date_utc", "python", "triton", "dcp_lab", "gpu"):
-        assert key in record
+        assert key in ran
     shown = nb.cells[-1]
     assert shown.cell_type == "markdown"
     assert "context_tokens = 128" in shown.source
-    assert record.git_commit in shown.source
+    assert ran.git_commit in shown.source
 
 
 def test_kernel_is_this_python_in_the_notebooks_folder(three):
@@ -556,7 +557,7 @@ def test_interrupt_leaves_no_kernel_behind(tmp_path, number):
 # Committed outputs
 
 
-def test_in_place_leaves_outputs_and_nothing_that_changes(tmp_path):
+def test_in_place_leaves_outputs_and_nothing_that_changes(tmp_path, monkeypatch):
     """in_place writes outputs and counts 1..N but no times, paths, versions; check then agrees."""
     path = write(
         tmp_path,
@@ -567,6 +568,8 @@ def test_in_place_leaves_outputs_and_nothing_that_changes(tmp_path):
     )
     write(tmp_path, "02_bad", "print('out')", "1 / 0")
     before = read(path)
+    facts = record.provenance() | {"gpu": "NVIDIA H200", "gpu_count": 2}
+    monkeypatch.setattr(record, "provenance", lambda: facts)
     good, bad = run(root=tmp_path, in_place=True)
     assert good.ok
     assert not bad.ok
@@ -576,6 +579,7 @@ def test_in_place_leaves_outputs_and_nothing_that_changes(tmp_path):
     assert counts == [1, 2, None, 3]
     # Committed outputs are those of a machine without a GPU.
     assert nb.cells[2].outputs[0].text == "-1\n"
+    assert read(good.copy).metadata.dcp_lab.run.gpu == "none"
     assert HEADLINE_MIME in nb.cells[4].outputs[0].data
     assert nb.cells[4].outputs[1].execution_count == 3
     assert set(nb.metadata) == {"dcp_lab", "kernelspec", "language_info"}

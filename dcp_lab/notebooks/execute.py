@@ -187,7 +187,8 @@ def _execute(
     listener.notebook_starts(notebook, num_cells)
     # papermill puts a cell with the overrides behind the parameters cell.
     injected_at = _parameters_index(nb) + 1 if overrides else len(nb.cells) + 1
-    _add_record(nb, notebook, overrides, facts)
+    seen = {"gpu": "none", "gpu_count": 0, "driver": None} if hide_gpu else {}
+    _add_record(nb, notebook, overrides, {**facts, **seen})
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_notebook(nb, copy)
     current = -1
