@@ -92,7 +92,10 @@ def use_style() -> None:
             "figure.facecolor": "white",
         }
     )
-    # In a notebook, show figures as png() makes them. Elsewhere IPython is not loaded for this.
+
+
+def _show_small() -> None:
+    """In a notebook, show figures as png() makes them; elsewhere do not load IPython for it."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is not None:
@@ -132,11 +135,15 @@ def finding(fig: Figure, title: str, source: str) -> Figure:
     # Matplotlib does not wrap a suptitle at the figure's edge. Bold letters are about 0.66 of the
     # font's size wide, plain ones 0.52.
     width = fig.get_figwidth() * 72
+    # No line may start with a percent sign.
+    title = title.replace(" %", "\N{NO-BREAK SPACE}%")
     title = textwrap.fill(title, int(width / (TITLE_FONT * 0.66)))
     source = textwrap.fill(source, int(width / (FONT * 0.52)))
     fig.suptitle(title, fontsize=TITLE_FONT, fontweight="bold", x=0.01, ha="left")
     fig.supxlabel(source, fontsize=FONT - 1, color="#595959", x=0.01, ha="left")
     plt.close(fig)
+    # Not earlier: pyplot's first figure in a notebook sets the usual way to show one.
+    _show_small()
     return fig
 
 

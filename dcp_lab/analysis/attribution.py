@@ -286,7 +286,9 @@ def no_gather_account(vllm: pd.DataFrame, *, reducer: str = "a2a") -> NoGather:
     """
     modes = engine_modes(vllm)
     if set(modes.gathers_kv) != {"no"}:
-        raise ValueError(f"vllm: expected runs without a gather, got {sorted(set(modes.gathers_kv))}")
+        raise ValueError(
+            f"vllm: expected runs without a gather, got {sorted(set(modes.gathers_kv))}"
+        )
     try:
         piecewise = modes.loc[(2, reducer, "PIECEWISE")]
         full = modes.loc[(2, reducer, "FULL_AND_PIECEWISE")]
