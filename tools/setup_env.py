@@ -315,8 +315,8 @@ def requirement(kind: str, name: str, root: Path = ROOT) -> str:
     return found.group()
 
 
-def install_cpu(pip: Pip) -> None:
-    """Install torch's CPU build, triton and the package with its tools."""
+def install_cpu(pip: Pip) -> str:
+    """Install torch's CPU build, triton and the package; return whose constraints were used."""
     torch = requirement("cpu", "torch")
     say(f"{torch}, CPU build")
     # First from wherever this machine's pip looks: PyPI alone has no such build and says so at
@@ -331,9 +331,10 @@ def install_cpu(pip: Pip) -> None:
             "  place: about 3 GB more to download; it runs on the CPU just the same"
         )
         install_from_pypi(pip, "cuda")
-        return
+        return "cuda"
     say("triton, the notebooks' tools, dcp_lab")
     install_from_pypi(pip, "cpu")
+    return "cpu"
 
 
 def install_from_pypi(pip: Pip, kind: str) -> None:
@@ -489,19 +490,19 @@ def make_venv(venv: Path, machine: str) -> None:
         see_parent(venv)
 
 
-def fill(venv: Path, machine: str, environ: Mapping[str, str]) -> None:
-    """Install everything into .venv."""
+def fill(venv: Path, machine: str, environ: Mapping[str, str]) -> str:
+    """Install everything into .venv; return the kind whose constraints were used."""
     pip = Pip(venv, environ)
     pip.must_install("pip", requirement(machine, "pip"))
     if machine == "rocm":
         install_rocm(pip)
-        return
+        return machine
     pip.must_install("setuptools", requirement(machine, "setuptools"))
     if machine == "cpu":
-        install_cpu(pip)
-        return
+        return install_cpu(pip)
     say(f"{requirement('cuda', 'torch')} for CUDA, about 3 GB; the notebooks' tools, dcp_lab")
     install_from_pypi(pip, "cuda")
+    return machine
 
 
 @contextlib.contextmanager
@@ -548,8 +549,8 @@ def set_up(root: Path, environ: Mapping[str, str], *, dry_run: bool = False) -> 
             make_venv(venv, machine)
         else:
             mark_unfinished(venv)
-        fill(venv, machine, environ)
-        stamp = {**wanted, "made_with": sys.executable}
+        constraints = fill(venv, machine, environ)
+        stamp = {**wanted, "made_with": sys.executable, "constraints": constraints}
         beside = venv / f"{STAMP}.new"
         beside.write_text(json.dumps(stamp, indent=1) + "\n")
         os.replace(beside, venv / STAMP)
