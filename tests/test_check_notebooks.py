@@ -88,7 +88,7 @@ FAULTS = {
     "home-path": (work_cell(outputs=stream("in /home/jo/lab")), "path of one machine: /home/jo"),
     "windows-path": (work_cell(outputs=stream(r"in C:\lab")), r"path of one machine: C:\\l"),
     "path-in-html": (work_cell(outputs=shown("text/html", "<b>/tmp/x</b>")), "machine: /tmp/x"),
-    "path-in-source": (work_cell(source="open('/root/a.csv')"), "source holds a path"),
+    "path-in-source": (work_cell(source="open('/mnt/a.csv')"), "source holds a path"),
     "host-name": (work_cell(outputs=stream("on box-17.lab")), "holds the name of this machine"),
     "attachment": (
         lambda nb: nb.cells[0].update(attachments={"a.png": {"image/png": "aa"}}),

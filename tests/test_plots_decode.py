@@ -13,7 +13,7 @@ from dcp_lab import plots_decode
 
 def title(fig: Figure) -> str:
     """Return a figure's title on one line."""
-    return fig.get_suptitle().replace("\n", " ")
+    return fig.get_suptitle().replace("\n", " ").replace("\N{NO-BREAK SPACE}", " ")
 
 
 def blocks(fig: Figure) -> list[Rectangle]:
