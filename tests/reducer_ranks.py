@@ -18,12 +18,13 @@ NAMES = ("ag_rs", "a2a")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One state a rank, reduced with every reducer."""
+    """One state a rank, reduced with every reducer, so many times."""
 
     name: str
     states: list[AttnState]
     max_tokens: int
     strided: bool = False
+    times: int = 1
 
 
 def reducer_for(
@@ -67,7 +68,7 @@ def run(rank: int, size: int, cases: list[Case], many: list[list[AttnState]]) ->
     Args:
         rank: This rank.
         size: Ranks in the group.
-        cases: Reduced twice with each reducer, each case with reducers of its own.
+        cases: Reduced with each reducer, each case with reducers of its own.
         many: States of different T, per rank, for one reducer to take in turn.
     """
     results: dict[str, Any] = {}
@@ -77,7 +78,7 @@ def run(rank: int, size: int, cases: list[Case], many: list[list[AttnState]]) ->
         before = copied(state)
         for name in NAMES:
             reducer = reducer_for(name, state, case.max_tokens)
-            results[case.name, name] = [copied(reducer(state)) for _ in range(2)]
+            results[case.name, name] = [copied(reducer(state)) for _ in range(case.times)]
         results[case.name, "inputs"] = [before, copied(state)]
     for name in NAMES:
         results["sequence", name] = sequence(name, [states[rank] for states in many])

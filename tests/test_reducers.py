@@ -92,7 +92,7 @@ def cases_for(size: int) -> list[Case]:
     cases.append(Case("odd", odd, max_tokens=7))
     # More rows than one program takes in the interpreter.
     rows = [random_state(91, 16, torch.bfloat16, seed) for seed in range(size)]
-    cases.append(Case("many_rows", rows, max_tokens=91))
+    cases.append(Case("many_rows", rows, max_tokens=91, times=3))
     weights = [2.0**n for n in range(1, 2 * size, 2)]
     shape = (1, NUM_Q_HEADS)
     hand = [
@@ -104,7 +104,7 @@ def cases_for(size: int) -> list[Case]:
 
 
 # T of the calls that one reducer takes in turn, and then once more backwards.
-SEQUENCE = (7, 7, 3, 1, 0, 7, 2, 0, 1)
+SEQUENCE = (7, 7, 3, 0, 7, 1)
 
 
 @functools.cache
@@ -279,10 +279,10 @@ def test_strided_inputs(size: int, name: str, reducer: str) -> None:
 @by_size
 @by_reducer
 def test_deterministic(size: int, reducer: str) -> None:
-    """Two calls with the same inputs give the same bits."""
-    for case in cases_for(size):
-        first, second = (reduced(size, (case.name, reducer), turn) for turn in (0, 1))
-        assert_same_bits(second, first)
+    """Calls with the same inputs give the same bits."""
+    first, *others = (reduced(size, ("many_rows", reducer), turn) for turn in range(3))
+    for other in others:
+        assert_same_bits(other, first)
 
 
 @by_size
