@@ -37,6 +37,7 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 # Only these know the servers and their kernels, and only inside functions.
 KNOW_VLLM = ("vllm_plugin", "serving", "peers")
+GUESTS = ("vllm", "aiter", "flashinfer")
 # Dependencies that no line of the package imports, and what they are for.
 TOOLS = {
     "ipykernel": "runs the notebooks' cells",
@@ -185,7 +186,7 @@ def test_only_the_servers_rooms_know_vllm_and_aiter():
     """vLLM and AITER are imported by plugin, serving and peers alone, inside functions."""
     wrong = []
     for entry in IMPORTS:
-        if entry.target.split(".")[0] in ("vllm", "aiter"):
+        if entry.target.split(".")[0] in GUESTS:
             known = room_of(entry.module) in KNOW_VLLM
             if not (known and entry.inside_function):
                 wrong.append(str(entry))
@@ -286,7 +287,7 @@ def test_what_is_imported_is_a_dependency():
     used: dict[str, str] = {}
     for entry in IMPORTS:
         top = entry.target.split(".")[0]
-        if top not in sys.stdlib_module_names and top not in ("dcp_lab", "vllm", "aiter"):
+        if top not in sys.stdlib_module_names and top not in ("dcp_lab", *GUESTS):
             used.setdefault(top, str(entry))
     assert {top: where for top, where in used.items() if top not in declared} == {}
 

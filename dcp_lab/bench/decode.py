@@ -38,6 +38,7 @@ from dcp_lab.kernels import INTERPRETED
 from dcp_lab.ops.decode import BoundDecode, paged_decode
 from dcp_lab.ops.gather import gather_decode
 from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
+from dcp_lab.peers import DECODE_PEERS
 from dcp_lab.reference import eager_decode, reference_decode
 from dcp_lab.state import AttnState
 from dcp_lab.testing import assert_within_budget
@@ -117,9 +118,14 @@ class Layers:
     lse: torch.Tensor
 
     @property
+    def lens(self) -> list[int]:
+        """Return seq_lens as the host knows them."""
+        return self.shape.seq_lens()
+
+    @property
     def total_tokens(self) -> int:
         """Return the KV tokens of a layer."""
-        return sum(self.shape.seq_lens())
+        return sum(self.lens)
 
     @property
     def kv_bytes(self) -> float:
@@ -190,6 +196,7 @@ class Variant:
         checked: Whether its result is attention at all (`read_pages` only reads).
         kv_traffic: KV bytes moved, as a multiple of those that must be read.
         contiguous: K and V [B, tokens, Hkv, D] of layer i that it attends instead of the pages.
+        lse: Where layer i's natural LSE [B, Hq] is after a call. Default: lse[i].
     """
 
     op: str
@@ -199,6 +206,7 @@ class Variant:
     checked: bool = True
     kv_traffic: float = 1.0
     contiguous: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
+    lse: Callable[[int], torch.Tensor] | None = None
 
 
 def make_workspace(x: Layers, config: DecodeConfig | None = None) -> DecodeWorkspace:
@@ -367,7 +375,8 @@ def check_variant(x: Layers, variant: Variant) -> Errors:
                 k, v = variant.contiguous(layer)
                 inputs = (k[one], v[one], table, x.seq_lens[one])
             truth, eager = (f(x.q[layer][one], *inputs) for f in (reference_decode, eager_decode))
-            got = AttnState(x.out[layer][one], x.lse[layer][one])
+            lse = x.lse[layer] if variant.lse is None else variant.lse(layer)
+            got = AttnState(x.out[layer][one], lse[one])
             compared = (got, truth, eager) if variant.has_lse else (got.out, truth.out, eager.out)
             where = f"{variant.op} {variant.variant}, {x.shape.name}, layer {layer}"
             try:
@@ -405,16 +414,52 @@ def variants_of(x: Layers) -> list[Variant]:
     return [*found, read_variant(x), plan_variant(x)]
 
 
+def peer_variants(x: Layers) -> list[Variant]:
+    """Return every peer that can run here, and say why the others are absent.
+
+    A peer that fails or is wrong on these inputs is left out with its reason: its time is not ours
+    to report.
+    """
+    found = []
+    for peer in DECODE_PEERS:
+        reason = peer.why_absent()
+        if reason:
+            print(f"peer {peer.name}: absent: {reason}", file=sys.stderr)
+            continue
+        for name, make in peer.calls(x).items():
+            try:
+                made = make()
+                variant = Variant(
+                    peer.name, name, made.run, has_lse=made.lse is not None, lse=made.lse
+                )
+                check_variant(x, variant)
+            except Exception as wrong:
+                print(f"peer {peer.name} {name}: left out: {wrong}"[:300], file=sys.stderr)
+                continue
+            found.append(variant)
+    return found
+
+
 def measure_shape(
-    shape: DecodeShape, *, dtype: torch.dtype = torch.bfloat16, samples: int = 25
+    shape: DecodeShape,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    samples: int = 25,
+    peers: bool = False,
 ) -> list[dict[str, object]]:
     """Check and time every variant of one shape; return one row a variant and mode.
+
+    Args:
+        shape: What to attend.
+        dtype: Of q and KV.
+        samples: Graph replays of each variant.
+        peers: Whether to measure the peers that are here too. Default: no.
 
     Raises:
         RuntimeError: A variant's result is off; nothing was timed.
     """
     x = make_layers(shape, dtype=dtype)
-    found = variants_of(x)
+    found = variants_of(x) + (peer_variants(x) if peers else [])
     errors = {v.op + v.variant: check_variant(x, v) for v in found}
     calls = {v.op + v.variant: v.call for v in found}
     for call in calls.values():
@@ -513,6 +558,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="CSV to append to (default: data/measured/decode_h200.csv)"
     )
+    parser.add_argument("--peers", action="store_true", help="measure the peers that are here too")
     parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
     options = parser.parse_args(args)
     try:
@@ -535,7 +581,7 @@ def main(args: list[str] | None = None) -> int:
     source = record.provenance()
     for shape in tqdm(shapes, desc="shapes", file=sys.stderr):
         try:
-            rows = measure_shape(shape, samples=options.samples)
+            rows = measure_shape(shape, samples=options.samples, peers=options.peers)
         except RuntimeError as wrong:
             print(f"{shape.name}: {wrong}", file=sys.stderr)
             return 1

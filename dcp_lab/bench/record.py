@@ -109,7 +109,7 @@ def _git() -> tuple[str, bool]:
 def _driver() -> str | None:
     if torch.version.hip:
         module = Path("/sys/module/amdgpu/version")
-        kernel = f", amdgpu {module.readtext().strip()}" if module.exists() else ""
+        kernel = f", amdgpu {module.read_text().strip()}" if module.exists() else ""
         return f"ROCm {torch.version.hip}{kernel}"
     out = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return out.splitlines()[0] if out else None
