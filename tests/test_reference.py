@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dcp_lab import Shard
+from dcp_lab import AttnState, Shard
 from dcp_lab.reference import (
     eager_decode,
     reference_attention,
@@ -362,6 +362,16 @@ class TestBudget:
                 assert_within_budget("x", got, reference.out, yardstick)
         with pytest.raises(AssertionError, match="x: the reference holds NaN"):
             assert_within_budget("x", eager.out, nan.double(), eager.out)
+
+    def test_an_lse_near_zero_has_the_rounding_of_one(self) -> None:
+        """An error in lse is a relative error of exp(lse), so eps counts in full near lse = 0."""
+        out, eps = torch.zeros(1, 1, 1), torch.finfo(torch.float32).eps
+        reference = AttnState(out.double(), torch.full((1, 1), 1e-3).double())
+        eager = AttnState(out, torch.full((1, 1), 1e-3))
+        near, far = (eager._replace(lse=eager.lse + n * eps) for n in (1.5, 3))
+        assert_within_budget("op", near, reference, eager)
+        with pytest.raises(AssertionError, match="op: lse: error"):
+            assert_within_budget("op", far, reference, eager)
 
     def test_all_infinite_is_fine(self) -> None:
         """A tensor of nothing but -inf has no error to bound."""
