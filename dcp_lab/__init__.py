@@ -19,6 +19,7 @@ _HOMES = {
     "BoundDecode": "dcp_lab.ops.decode",
     "gather_decode": "dcp_lab.ops.gather",
     "gather_kv": "dcp_lab.ops.gather",
+    "GatherWorkspace": "dcp_lab.ops.gather",
     "write_kv": "dcp_lab.ops.kv_write",
     "merge_states": "dcp_lab.ops.merge",
     "make_reducer": "dcp_lab.reducers",

@@ -36,7 +36,7 @@ from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.ops.decode import BoundDecode, paged_decode
-from dcp_lab.ops.gather import gather_decode
+from dcp_lab.ops.gather import GatherWorkspace, gather_decode
 from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
 from dcp_lab.peers import DECODE_PEERS
 from dcp_lab.reference import eager_decode, reference_decode
@@ -265,7 +265,19 @@ def bound_variant(x: Layers) -> Variant:
 
 
 def gather_variant(x: Layers, gather: str) -> Variant:
-    """Return gather_decode; total_tokens is given, so that it needs no sync and no spare room."""
+    """Return gather_decode on a prepared workspace of just the step's tokens: no sync, no plan."""
+    shape = x.shape
+    workspace = GatherWorkspace(
+        shape.requests,
+        x.total_tokens,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.page_size,
+        dtype=x.kv.dtype,
+        gather=gather,
+        device=x.kv.device,
+    )
+    workspace.prepare(x.seq_lens, max_pages=x.block_table.shape[1])
 
     def call(layer: int) -> AttnState:
         k_cache, v_cache = x.caches(layer)
@@ -275,8 +287,8 @@ def gather_variant(x: Layers, gather: str) -> Variant:
             v_cache,
             x.block_table,
             x.seq_lens,
+            workspace=workspace,
             gather=gather,
-            total_tokens=x.total_tokens,
             out=x.out[layer],
             lse=x.lse[layer],
         )
