@@ -448,7 +448,8 @@ def find_missing(
     def lacks(what: str, why: str, command: str, *, blocks: bool = False) -> None:
         found.append(Missing(what, why, command, blocks))
 
-    amd = any(gpu.vendor == "amd" for gpu in gpus)
+    # a ROCm build of torch means an image for AMD GPUs, also where none is passed in
+    amd = any(gpu.vendor == "amd" for gpu in gpus) or "rocm" in (packages["torch"] or "")
     nvidia = any(gpu.vendor == "nvidia" for gpu in gpus)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     # On an AMD machine torch and triton belong to its image and never come from PyPI.

@@ -16,6 +16,7 @@ H200 = doctor.Gpu("nvidia", "NVIDIA H200", "sm_90", 143771 << 20)
 MI355 = doctor.Gpu("amd", "AMD gfx950", "gfx950", 288 << 30)
 WORKS = doctor.Probe(works=True, error="", mode="interpreted", torch_build="cpu")
 ABSENT = doctor.Aiter("absent")
+AMD_AITER = doctor.Aiter("amd", "0.1.13", "site-packages/aiter")
 HOST = doctor.Host(
     system="Linux",
     python="3.12.1 at python",
@@ -304,6 +305,14 @@ def test_on_amd_nothing_comes_from_pypi():
     assert "github.com/ROCm/aiter" in found["AMD's AITER"].command
     assert not any("pip install" in entry.command for entry in found.values())
     assert [name for name, entry in found.items() if entry.blocks] == ["torch"]
+
+
+def test_a_rocm_image_without_its_gpu_is_still_one():
+    """No command names PyPI's torch where a ROCm build is there, though no GPU is passed in."""
+    packages = {**PACKAGES, "torch": "2.11.0+rocm7.2", "vllm": "0.25.1"}
+    found = missing(packages=packages, probe=doctor.Probe(False, "OSError"), aiter=AMD_AITER)
+    assert set(found) == {"working kernels"}
+    assert found["working kernels"].command.startswith("docker run")
 
 
 def test_the_impostor_is_shown_the_door():
