@@ -5,15 +5,20 @@ Everything runs on the CPU, where a recording stands for the graph, and on a GPU
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dcp_lab import AttnState, DecodeWorkspace, make_reducer, paged_decode
 from dcp_lab.graphs import (
+    CaptureError,
     Cause,
     Report,
     audit,
@@ -115,7 +120,8 @@ def test_paged_decode_without_buffers_is_safe_and_says_what_it_takes():
     step, mutate = decode_step(workspace=None, out=None, lse=None, num_splits=2)
     report = audit(step, mutate, rounds=2, warmup=1)
     assert report.ok, str(report)
-    assert {note.site.path.split("/")[-1] for note in report.notes} == {"decode.py"}
+    assert report.notes and {Path(note.site.path).parent.name for note in report.notes} == {"ops"}
+    assert all(HERE in [site.path for site in note.where] for note in report.notes)
 
 
 @pytest.fixture
@@ -383,7 +389,7 @@ def test_barrier(host_group):
 
 
 def test_reducers_of_two_ranks():
-    """Over gloo nothing but gloo itself stands against capturing a2a: replays equal eager calls."""
+    """Over gloo nothing but gloo itself stands against a2a in a graph."""
     for found in run_ranks("graph_ranks:audit_reducers", 2, args=("cpu",)):
         causes, report = found["a2a"]
         assert causes == ["collective"], report
@@ -558,7 +564,7 @@ def test_launches_of_paged_decode_are_seen():
     assert not trace.made and not trace.syncs
 
 
-# ---- without a GPU --------------------------------------------------------------------------
+# ---- capture, as far as it goes without a GPU -----------------------------------------------
 
 
 def test_capture_and_count_launches_say_that_they_need_a_gpu(monkeypatch):
@@ -570,6 +576,180 @@ def test_capture_and_count_launches_say_that_they_need_a_gpu(monkeypatch):
         count_launches(lambda: None)
     with pytest.raises(ValueError, match="warmup: expected an int >= 1, got 0"):
         capture(lambda: None, warmup=0)
+
+
+class Asked(list):
+    """What was asked, and the errors that the next ends of a capture raise."""
+
+    failing: list[str]
+
+
+class FakeStream:
+    device, device_index = "cpu", 0
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch) -> Asked:
+    """torch.cuda on a machine without one: what capture asks of it, in order."""
+    asked, failing = Asked(), []
+
+    class FakeGraph:
+        def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+            asked.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            asked.append("end")
+            if failing:
+                raise RuntimeError(failing.pop())
+
+        def replay(self) -> None:
+            asked.append("replay")
+
+        def reset(self) -> None:
+            asked.append("reset")
+
+    def note(name: str, result: object = None) -> Callable[..., object]:
+        def noted(*args: object) -> object:
+            asked.append(" ".join(map(str, (name, *args))))
+            return result
+
+        return noted
+
+    for name, value in {
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "current_stream": FakeStream,
+        "Stream": FakeStream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: (0, 7),
+        "CUDAGraph": FakeGraph,
+        "synchronize": note("synchronize"),
+        "empty_cache": note("empty_cache"),
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": note("syncs"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, note(name), raising=False)
+    asked.failing = failing
+    return asked
+
+
+def test_what_capture_asks_of_torch(fake_cuda):
+    """Warm-up is watched once, syncs are refused during the capture only, a reset is final."""
+    calls = []
+
+    def step() -> torch.Tensor:
+        calls.append(1)
+        return torch.ones(4)
+
+    graph = capture(step, warmup=3)
+    assert len(calls) == 4
+    assert fake_cuda == [
+        "syncs warn",
+        "syncs 0",
+        "synchronize",
+        "empty_cache",
+        "begin (0, 7) thread_local",
+        "syncs error",
+        "syncs 0",
+        "end",
+    ]
+    assert graph.replay() is graph.result and fake_cuda[-1] == "replay"
+    graph.reset()
+    assert fake_cuda[-2:] == ["synchronize", "reset"]
+    with pytest.raises(RuntimeError, match="replay: the graph was reset"):
+        graph.replay()
+
+
+def test_what_a_graph_reads_is_kept(fake_cuda, monkeypatch):
+    """Memory that the step's owner lets go of stays until the graph is reset."""
+    module = sys.modules[capture.__module__]
+    monkeypatch.setattr(module, "watching", lambda device_type: watching("cpu"))
+    owner = {"x": torch.ones(4)}
+    graph = capture(lambda: owner["x"] * 2.0)
+    alive = StorageWeakRef(owner["x"].untyped_storage())
+    del owner["x"]
+    assert not alive.expired()
+    graph.reset()
+    assert alive.expired()
+
+
+def test_a_capture_that_fails(fake_cuda):
+    """The error names the line, and the capture is ended as any other."""
+    warm = []
+
+    def step() -> None:
+        warm.append(1)
+        if len(warm) > 3:
+            raise RuntimeError("called a synchronizing CUDA operation")  # planted: refused
+
+    with pytest.raises(CaptureError, match="the host waits for the device here") as caught:
+        capture(step)
+    assert caught.value.where[0].line == line_of("planted: refused")
+    assert f"at {HERE}:{line_of('planted: refused')}: raise RuntimeError" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert fake_cuda[-2:] == ["syncs 0", "end"]
+
+
+def test_a_capture_that_the_driver_ends(fake_cuda):
+    """The allocator is told that the capture is over, and a healthy capture follows."""
+    fake_cuda.failing.append("CUDA error: capturing stream has unjoined work\nmore")
+    with pytest.raises(CaptureError, match="unjoined work .*a side stream without") as caught:
+        capture(lambda: torch.ones(1))
+    assert "more" not in str(caught.value)
+    assert fake_cuda[-6:] == [
+        "syncs 0",
+        "end",
+        "_cuda_endAllocateToPool 0 (0, 7)",
+        "_cuda_releasePool 0 (0, 7)",
+        "begin None thread_local",
+        "end",
+    ]
+
+
+def test_a_capture_that_leaves_cuda_broken(fake_cuda):
+    """When not even a healthy capture works, the error says to start over."""
+    fake_cuda.failing[:] = ["second", "CUDA error: first"]
+    with pytest.raises(CaptureError, match="first") as caught:
+        capture(lambda: torch.ones(1))
+    assert caught.value.__cause__.__notes__ == [
+        "CUDA did not recover from the failed capture: restart the process"
+    ]
+
+
+def test_an_interrupt_is_no_capture_error(fake_cuda):
+    """KeyboardInterrupt passes through, after the capture was ended."""
+    warm = []
+
+    def step() -> None:
+        warm.append(1)
+        if len(warm) > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(step)
+    assert fake_cuda[-1] == "end"
+
+
+def test_syncs_that_torch_warns_of(fake_cuda):
+    """A warning of torch's sync debug mode becomes an event; other warnings stay warnings."""
+    with pytest.warns(UserWarning, match="mine"), watching("cuda") as trace:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # planted: warned
+        warnings.warn("mine", stacklevel=1)
+        torch.cuda.synchronize()  # planted: explicit
+    assert [event.where[0].line for event in trace.syncs] == [
+        line_of("planted: warned"),
+        line_of("planted: explicit"),
+    ]
+    assert trace.syncs[1].what == "torch.cuda.synchronize() waits for the device"
+    assert fake_cuda == ["syncs warn", "synchronize", "syncs 0"]
 
 
 # ---- traces ---------------------------------------------------------------------------------

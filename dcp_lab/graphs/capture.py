@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 # Failed graphs: torch's allocators may still call into them, so they must not go away.
 _ABANDONED: list[torch.cuda.CUDAGraph] = []
-_UNJOINED = "unjoined"
+# What part of a message means, the first that matches.
 _HINTS = {
-    "synchroniz": "the host waits for the device here: keep the value on the device, or read it "
-    "before the step",
-    _UNJOINED: "work that the step started on another stream was not waited for: a collective or "
+    "called a synchronizing": "the host waits for the device here: keep the value on the device, "
+    "or read it before the step",
+    "unjoined": "work that the step started on another stream was not waited for: a collective or "
     "a side stream without its wait",
     "is capturing": "this call is forbidden during capture: move it out of the step",
+    "capturing stream": "this call is forbidden during capture: move it out of the step",
 }
 
 
@@ -175,7 +176,7 @@ def captured(
             graph.capture_end()
         except RuntimeError as error:
             failure = failure or error
-            _abandon(graph, pool, stream)
+            _abandon(graph, pool, stream, failure)
     if failure is not None:
         if not isinstance(failure, Exception):
             raise failure
@@ -228,11 +229,13 @@ def device_type_of(device: torch.device | str | None) -> str:
     return device_type
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> None:
+def _abandon(
+    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, failure: BaseException
+) -> None:
     """Bring torch's state in order after a capture that the driver ended with an error.
 
-    capture_end then stops half-way: the allocator still believes in the capture (empty_cache would
-    fail), and so may the random number generator.
+    Up to torch 2.11 capture_end then stops half-way (pytorch#180395): the allocator still believes
+    in the capture, and the next empty_cache ends the process. The random number generator may too.
     """
     _ABANDONED.append(graph)
     with contextlib.suppress(RuntimeError):
@@ -240,11 +243,13 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
         torch._C._cuda_releasePool(stream.device_index, pool)
     # A capture that succeeds ends the generator's, and shows that the device still works.
     healthy = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    try:
         healthy.capture_begin(capture_error_mode="thread_local")
-        kept = torch.zeros(1, device=stream.device)
+        filled = torch.zeros(1, device=stream.device)
         healthy.capture_end()
-    del kept
+        del filled
+    except RuntimeError:
+        failure.add_note("CUDA did not recover from the failed capture: restart the process")
 
 
 def _explained(error: Exception) -> CaptureError:

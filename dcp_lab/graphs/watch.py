@@ -80,6 +80,7 @@ _LIBRARIES = (
     _HERE,
     _folder(torch.__file__),
     contextlib.__file__,
+    warnings.__file__,
     *([_folder(_TRITON.origin)] if _TRITON else []),
 )
 
