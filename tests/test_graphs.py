@@ -226,7 +226,7 @@ def test_branch_on_a_host_value():
     check(audit(step, mutate), Cause.HOST_VALUE, "planted: branch", Cause.DIFFERS_FROM_EAGER)
 
 
-@pytest.mark.parametrize("kind", ["number", "shape", "extra call"])
+@pytest.mark.parametrize("kind", ["number", "written number", "shape", "extra call"])
 def test_a_host_value_in_a_call(kind):
     """A number, a shape or the number of calls that follows the host is named at its call."""
     world, count = World(), [1]
@@ -239,6 +239,8 @@ def test_a_host_value_in_a_call(kind):
         world.out.zero_()
         if kind == "number":
             world.out.add_(world.x, alpha=count[0])  # planted: number
+        elif kind == "written number":
+            world.out[0] = float(count[0])  # planted: written number
         elif kind == "shape":
             world.out[: count[0]].add_(world.x[: count[0]])  # planted: shape
         else:

@@ -428,8 +428,11 @@ def in_place(x: torch.Tensor) -> Callable[[int], None]:
 
 def test_memory_outside_the_pool():
     """Memory taken on a stream that is not captured is not the graph's: named with its line."""
-    x, out, other = torch.ones(1024, device="cuda"), torch.ones(1024, device="cuda"), None
+    x, out = torch.ones(1024, device="cuda"), torch.ones(1024, device="cuda")
     other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        # Without it the allocator would have to ask the driver, which ends the capture at once.
+        held = torch.empty(1024, device="cuda")
 
     def step() -> torch.Tensor:
         with torch.cuda.stream(other):
@@ -440,6 +443,7 @@ def test_memory_outside_the_pool():
     report = audit(step, in_place(x))
     assert [f.site.line for f in report.by(Cause.ALLOCATION)] == [line_of("planted: outside")]
     assert "outside the graph's pool" in str(report)
+    assert held.numel() == 1024
 
 
 def test_a_wait_that_comes_too_late():

@@ -48,7 +48,7 @@ _HOST_READS = {"tolist", "cpu", "numpy", "__array__"}
 _TORCH_SYNC_WARNING = "called a synchronizing CUDA operation"
 # Process groups that run on the host: nothing of them can be in a graph.
 _HOST_BACKENDS = {"gloo", "mpi"}
-_TRAIL = 4
+_TRAIL = 6
 
 
 class Site(NamedTuple):
@@ -139,7 +139,7 @@ class Call:
         name: 'aten.add.Tensor', or the kernel's name.
         where: The lines that led to it.
         host_values: Everything passed by value: numbers, shapes, strides, the grid.
-        operands: The tensors it got.
+        operands: The tensors it got and gave.
         again: Does the same once more on the same tensors; None unless the trace keeps them.
     """
 
@@ -239,14 +239,25 @@ class Trace:
         tensors: list[torch.Tensor],
         again: Callable[[], None],
     ) -> None:
-        operands = tuple(map(self._operand, tensors))
-        host_values = [*map(_as_value, values), *(operand.view for operand in operands)]
-        for tensor, operand in zip(tensors, operands, strict=True):
-            made = self.made.get(operand.storage)
-            if made is not None and made.from_host and tensor.device.type == "cpu":
-                host_values.append(repr(tensor.tolist()))
-        call = Call(name, trail(), tuple(host_values), operands, again if self.keep else None)
-        self.calls.append(call)
+        numbers = [tensor for tensor in tensors if self._is_number(tensor)]
+        operands = [self._operand(t) for t in tensors if not self._is_number(t)]
+        self.paused = True
+        host_values = (
+            *map(_as_value, values),
+            *(repr(number.tolist()) for number in numbers),
+            *(operand.view for operand in operands),
+        )
+        self.paused = False
+        again = again if self.keep else None
+        self.calls.append(Call(name, trail(), host_values, tuple(operands), again))
+
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is passed by value: a host number that torch wrapped."""
+        if tensor.device.type != "cpu":
+            return False
+        made = self.made.get(tensor.untyped_storage()._cdata)
+        wrapped = made is not None and made.from_host
+        return wrapped or (tensor.dim() == 0 and self.device_type != "cpu")
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
@@ -295,14 +306,14 @@ class _Operations(TorchDispatchMode):
         given, got = tensors_in((args, kwargs)), tensors_in(result)
         if func.namespace == "c10d":
             trace.collectives.extend(_impossible_collective(name, args, kwargs))
-        if not any(t.device.type == trace.device_type for t in given + got):
-            return
         if name == "aten.lift_fresh":
             # torch.tensor and its kin. A single number is an immediate of the call that uses it.
             for tensor in got:
                 trace._allocate(tensor, from_host=True)
-                if tensor.dim():
+                if tensor.dim() and tensor.device.type == trace.device_type:
                     trace.constants.append(Event(trail(), "a tensor is made from host data"))
+            return
+        if not any(t.device.type == trace.device_type for t in given + got):
             return
         if _syncs(name, args, kwargs) and any(t.device.type == trace.device_type for t in given):
             trace.syncs.append(Event(trail(), f"{name} waits for a value from the device"))
