@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dcp_lab.ops.checks import fail, unsupported
+from dcp_lab.ops.checks import fail
 from dcp_lab.reducers.a2a import A2AReducer
 from dcp_lab.reducers.ag_rs import AllGatherReduceScatterReducer
 from dcp_lab.reducers.base import Reducer
+from dcp_lab.reducers.direct import DirectReducer
+from dcp_lab.reducers.queries import QueryGather, make_query_gather
 
-__all__ = ["Reducer", "make_reducer"]
+__all__ = ["QueryGather", "Reducer", "make_query_gather", "make_reducer"]
 
 REDUCER_NAMES = ("ag_rs", "a2a", "direct")
 
@@ -29,7 +31,8 @@ def make_reducer(
 
     Args:
         name: "ag_rs" (all-gather the LSE, weigh, reduce-scatter out), "a2a" (one all-to-all of out
-            and LSE, then merge) or "direct" (not built yet).
+            and LSE, then merge) or "direct" (written into the peers' memory and merged in one
+            launch; GPUs that reach each other's memory).
         group: Process group of the ranks, in shard order. None is the default group.
         max_tokens: Largest T of a call.
         num_q_heads: Hq, heads of the states given, divisible by the group's size.
@@ -43,18 +46,19 @@ def make_reducer(
 
     Raises:
         ValueError: The name is unknown, or an argument breaks Reducer's contract.
-        NotImplementedError: "direct", or head_dim > 512.
+        NotImplementedError: head_dim > 512, or "direct" on a device that is no GPU.
+        RuntimeError: "direct" finds no symmetric memory.
 
     Notes:
         Under graph capture: make it before capture, call it inside.
 
     Source:
-        Written here. The two exchanges are those of vLLM's cp_lse_ag_out_rs and
+        Written here. The first two exchanges are those of vLLM's cp_lse_ag_out_rs and
         dcp_a2a_lse_reduce.
     """
-    if name == "direct":
-        unsupported("name", name, "the exchange over symmetric memory is not built yet, use 'a2a'")
-    kinds = {kind.name: kind for kind in (AllGatherReduceScatterReducer, A2AReducer)}
+    kinds = {
+        kind.name: kind for kind in (AllGatherReduceScatterReducer, A2AReducer, DirectReducer)
+    }
     if name not in kinds:
         fail("name", " or ".join(map(repr, REDUCER_NAMES)), name)
     return kinds[name](
