@@ -21,6 +21,7 @@ from dcp_lab.sharding import Shard
 
 KV_LAYOUTS = ("NHD", "HND", "SHUFFLE")
 MAX_HEAD_DIM = 256
+MAX_LORA_RANK = 512
 MAX_PAGE_SIZE = 1024
 
 
@@ -266,7 +267,7 @@ def check_decode_arguments(
         NotImplementedError: kv_layout "SHUFFLE", an fp8 cache, k_scale or v_scale.
     """
     check_tensor("q", q, dtypes=FLOAT_DTYPES, shape=["T", "Hq", "D"], last_contiguous=True)
-    num_tokens, num_q_heads, head_dim = q.shape
+    head_dim = q.shape[2]
     cache = check_kv_cache(
         k_cache, v_cache, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale, device=q.device
     )
@@ -276,11 +277,166 @@ def check_decode_arguments(
     if cache.head_dim != head_dim:
         fail("k_cache", f"q's head_dim {head_dim} as last dimension", k_cache)
     _check_head_dim("head_dim (of v_cache)", cache.head_dim_v)
+    return _check_call(
+        cache,
+        q=q,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        shard=shard,
+        global_seq_lens=global_seq_lens,
+        num_splits=num_splits,
+        out=out,
+        lse=lse,
+    )
+
+
+def check_mla_arguments(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    query_start_loc: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    shard: Shard | None = None,
+    global_seq_lens: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> DecodeArguments:
+    """Check the arguments of an MLA decode call and return them as those of one KV head.
+
+    K is the latent, V its first kv_lora_rank elements: k_cache and v_cache of what is returned are
+    views of kv_cache.
+
+    Args:
+        q: [T, Hq, kv_lora_rank + rope] fp32, fp16 or bf16, last dimension contiguous.
+        kv_cache: [P, page, kv_lora_rank + rope] in q's dtype or fp8 (e4m3fn, e4m3fnuz).
+        block_table: See check_decode_arguments, as for all others but these two.
+        seq_lens: int32 [B].
+        softmax_scale: Finite.
+        kv_lora_rank: A multiple of 16 up to 512; rope, what is left of q's last dimension, one
+            from 16 to 256.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it, what was expected and what
+            was given.
+    """
+    check_tensor(
+        "q", q, dtypes=FLOAT_DTYPES, shape=["T", "Hq", "kv_lora_rank+rope"], last_contiguous=True
+    )
+    check_positive_int("kv_lora_rank", kv_lora_rank)
+    if kv_lora_rank % 16 or kv_lora_rank > MAX_LORA_RANK:
+        fail("kv_lora_rank", f"a multiple of 16 up to {MAX_LORA_RANK}", kv_lora_rank)
+    rope = q.shape[2] - kv_lora_rank
+    if rope % 16 or not 16 <= rope <= MAX_HEAD_DIM:
+        wanted = f"kv_lora_rank={kv_lora_rank} + rope, a multiple of 16 from 16 to {MAX_HEAD_DIM}"
+        fail("q", f"a last dimension of {wanted}", q)
+    check_mla_cache(kv_cache, width=q.shape[2], device=q.device)
+    if kv_cache.dtype not in (q.dtype, *FP8_DTYPES):
+        fail("kv_cache", f"q's dtype {dtype_name(q.dtype)} or fp8", kv_cache)
+    k_cache = kv_cache.unsqueeze(2)
+    strides = (kv_cache.stride(0), kv_cache.stride(1), 0)
+    cache = KVCacheArguments(
+        k_cache=k_cache,
+        v_cache=k_cache[..., :kv_lora_rank],
+        kv_layout="NHD",
+        num_pages=kv_cache.shape[0],
+        page_size=kv_cache.shape[1],
+        num_kv_heads=1,
+        head_dim=q.shape[2],
+        head_dim_v=kv_lora_rank,
+        k_strides=strides,
+        v_strides=strides,
+    )
+    return _check_call(
+        cache,
+        q=q,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        softmax_scale=softmax_scale,
+        sliding_window=None,
+        softcap=None,
+        sinks=None,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        shard=shard,
+        global_seq_lens=global_seq_lens,
+        num_splits=num_splits,
+        out=out,
+        lse=lse,
+    )
+
+
+def check_mla_cache(
+    kv_cache: torch.Tensor, *, width: int, device: torch.device | None = None
+) -> None:
+    """Check kv_cache [P, page, width], fp32, fp16, bf16 or fp8, last dimension contiguous.
+
+    An fp8 cache is read two elements at a time, so its strides and offset have to be even.
+    """
+    check_tensor(
+        "kv_cache",
+        kv_cache,
+        dtypes=FLOAT_DTYPES + FP8_DTYPES,
+        shape=["P", "page", ("kv_lora_rank+rope", width)],
+        device=device,
+        last_contiguous=True,
+    )
+    check_positive_int("page_size (of kv_cache)", kv_cache.shape[1], at_most=MAX_PAGE_SIZE)
+    if kv_cache.dtype in FP8_DTYPES:
+        places = (kv_cache.storage_offset(), kv_cache.stride(0), kv_cache.stride(1))
+        if any(place % 2 for place in places):
+            needed = f"fp8 needs an even offset and even strides, this one has {places}"
+            unsupported("kv_cache", kv_cache, needed)
+
+
+def check_mla_scale(kv_scale: float | torch.Tensor | None, kv_cache: torch.Tensor) -> None:
+    """Check kv_scale: None, or with an fp8 cache a finite float > 0 or a 1-element fp32 tensor."""
+    if kv_scale is None:
+        return
+    if kv_cache.dtype not in FP8_DTYPES:
+        fail("kv_scale", f"None with a {dtype_name(kv_cache.dtype)} cache", kv_scale)
+    if isinstance(kv_scale, torch.Tensor):
+        check_tensor("kv_scale", kv_scale, dtypes=(torch.float32,), device=kv_cache.device)
+        if kv_scale.numel() != 1:
+            fail("kv_scale", "a float or a tensor of 1 element", kv_scale)
+    else:
+        _check_finite("kv_scale", kv_scale, positive=True)
+
+
+def _check_call(
+    cache: KVCacheArguments,
+    *,
+    q: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
+    max_query_len: int,
+    shard: Shard | None,
+    global_seq_lens: torch.Tensor | None,
+    num_splits: int | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> DecodeArguments:
+    """Check all of a decode call but q's last dimension and the cache, which are right."""
+    num_tokens, num_q_heads = q.shape[:2]
     if num_q_heads < 1 or num_q_heads % cache.num_kv_heads:
         fail("q", f"a number of heads divisible by num_kv_heads={cache.num_kv_heads}", q)
     num_requests, max_pages = check_block_table(block_table, seq_lens, device=q.device)
 
-    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     softmax_scale = _check_finite("softmax_scale", softmax_scale)
     if sliding_window is not None:
         check_positive_int("sliding_window", sliding_window)

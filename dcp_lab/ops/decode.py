@@ -11,14 +11,9 @@ from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
 from dcp_lab.ops.checks import fail
-from dcp_lab.ops.device import Device, device_of
 from dcp_lab.ops.launch import Launch
-from dcp_lab.ops.workspace import (
-    DecodeConfig,
-    DecodeWorkspace,
-    choose_config,
-    query_rows,
-)
+from dcp_lab.ops.split_kv import plan_reduce, run_split_call, split_call
+from dcp_lab.ops.workspace import DecodeWorkspace
 from dcp_lab.sharding import Shard
 from dcp_lab.state import AttnState
 
@@ -120,45 +115,7 @@ def paged_decode(
         out=out,
         lse=lse,
     )
-    if workspace is not None:
-        _check_workspace(workspace, a)
-    if out is None:
-        out = torch.empty(
-            a.num_tokens, a.num_q_heads, a.head_dim_v, dtype=q.dtype, device=q.device
-        )
-    if lse is None:
-        lse = torch.empty(a.num_tokens, a.num_q_heads, dtype=torch.float32, device=q.device)
-    if a.num_tokens == 0:
-        return AttnState(out, lse)
-    if a.num_requests == 0:
-        out.zero_()
-        lse.fill_(float("-inf"))
-        return AttnState(out, lse)
-    if workspace is None and num_splits is None:
-        workspace = DecodeWorkspace(
-            a.num_requests,
-            a.num_q_heads,
-            a.num_kv_heads,
-            a.head_dim,
-            head_dim_v=a.head_dim_v,
-            max_query_len=max_query_len,
-            kv_dtype=k_cache.dtype,
-            max_seq_len=max(1, a.max_pages * a.page_size),
-            device=q.device,
-        )
-        workspace.prepare(
-            seq_lens,
-            global_seq_lens=global_seq_lens,
-            query_start_loc=query_start_loc,
-            sliding_window=sliding_window,
-            shard=shard,
-        )
-    rounded = interpreter_safe(out)
-    for launch in _plan(a, workspace=workspace, out=rounded, lse=lse):
-        launch.run()
-    if rounded is not out:
-        out.copy_(rounded)
-    return AttnState(out, lse)
+    return run_split_call(a, _plan, workspace=workspace, out=out, lse=lse)
 
 
 class BoundDecode:
@@ -203,53 +160,6 @@ class BoundDecode:
         return self.state
 
 
-def _check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
-    """Raise unless the workspace fits the call and, where its table is used, is prepared."""
-    wanted = {
-        "num_q_heads": a.num_q_heads,
-        "num_kv_heads": a.num_kv_heads,
-        "head_dim": a.head_dim,
-        "head_dim_v": a.head_dim_v,
-        "device": a.q.device,
-    }
-    for name, value in wanted.items():
-        if getattr(workspace, name) != value:
-            fail("workspace", f"one made for {name}={value}", f"{name}={getattr(workspace, name)}")
-    if workspace.max_query_len < a.max_query_len:
-        fail(
-            "workspace",
-            f"one made for max_query_len >= {a.max_query_len}",
-            f"max_query_len={workspace.max_query_len}",
-        )
-    if a.num_splits is not None:
-        if a.num_requests * a.num_splits > workspace.max_items:
-            fail(
-                "workspace",
-                f"max_items >= num_requests * num_splits = {a.num_requests * a.num_splits}",
-                f"max_items={workspace.max_items}",
-            )
-        return
-    if workspace.prepared is None:
-        fail(
-            "workspace",
-            "a prepared one: call workspace.prepare(seq_lens) once a step",
-            "unprepared",
-        )
-    num_requests, sliding_window = workspace.prepared
-    if num_requests != a.num_requests:
-        fail(
-            "workspace",
-            f"one prepared for this call's {a.num_requests} requests",
-            f"one prepared for {num_requests}",
-        )
-    if sliding_window != a.sliding_window:
-        fail(
-            "workspace",
-            f"one prepared for sliding_window={a.sliding_window}",
-            f"one prepared for sliding_window={sliding_window}",
-        )
-
-
 def _plan(
     a: DecodeArguments,
     *,
@@ -258,70 +168,22 @@ def _plan(
     lse: torch.Tensor,
 ) -> list[Launch]:
     """Return the launch of the decode kernel and, where a request can be split, of the reduce."""
-    num_splits = a.num_splits
-    device = device_of(a.q.device)
-    group = a.num_q_heads // a.num_kv_heads
+    split = split_call(a, workspace=workspace, out=out, lse=lse)
+    config = split.config
     q, k_cache, v_cache = map(interpreter_safe, (a.q, a.k_cache, a.v_cache))
     k_strides, v_strides = _strides(k_cache, a.kv_layout), _strides(v_cache, a.kv_layout)
-    if workspace is not None:
-        config, partial_query_len = workspace.config, workspace.max_query_len
-    else:
-        config, partial_query_len = _config_for_fixed_splits(a, device), a.max_query_len
-    block_m = query_rows(group, a.max_query_len)
-    row_blocks = triton.cdiv(group * a.max_query_len, block_m)
-    has_items = num_splits is None
-    if has_items:
-        num_items = workspace.items_for(a.num_requests)
-        num_reduced = workspace.split_requests_for(a.num_requests)
-    else:
-        num_items = a.num_requests * num_splits
-        num_reduced = a.num_requests if num_splits > 1 else 0
-    partial_out, partial_lse = out, lse
-    if num_reduced and workspace is not None:
-        partial_out, partial_lse = workspace.partial_out, workspace.partial_lse
-    elif num_reduced:
-        rows = (num_items, partial_query_len, a.num_q_heads)
-        partial_out = torch.empty(*rows, a.head_dim_v, dtype=torch.float32, device=a.q.device)
-        partial_lse = torch.empty(*rows, dtype=torch.float32, device=a.q.device)
-    shard = a.shard if a.shard is not None else Shard(0, 1)
-    query_start_loc = a.seq_lens if a.query_start_loc is None else a.query_start_loc
-    overlap_reduce = device.dependent_launch and num_reduced > 0
-    overlap_entry = device.dependent_launch and config.overlap_entry
-    shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
-        seq_lens_ptr=a.seq_lens,
-        total_lens_ptr=a.total_lens,
-        query_start_loc_ptr=query_start_loc,
-        sinks_ptr=a.seq_lens if a.sinks is None else a.sinks,
-        out_ptr=out,
-        lse_ptr=lse,
-        partial_out_ptr=partial_out,
-        partial_lse_ptr=partial_lse,
-        num_splits=num_splits or 0,
-        partial_query_len=partial_query_len,
-        stride_out_t=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_t=lse.stride(0),
-        stride_lse_h=lse.stride(1),
-        HEAD_DIM_V=a.head_dim_v,
-        HAS_ITEMS=has_items,
-        HAS_QUERY_START_LOC=a.query_start_loc is not None,
-        HAS_SINKS=a.sinks is not None,
-        WINDOW=a.sliding_window or 0,
-        SHARD_RANK=shard.rank,
-        SHARD_SIZE=shard.size,
-        INTERLEAVE=shard.interleave_size,
-    )
     decode = dict(
         q_ptr=q,
         k_ptr=k_cache,
         v_ptr=v_cache,
         block_table_ptr=a.block_table,
-        items_ptr=workspace.items if has_items else a.seq_lens,
+        items_ptr=split.items,
+        sinks_ptr=a.seq_lens if a.sinks is None else a.sinks,
         softmax_scale=a.softmax_scale,
         softcap=a.softcap or 0.0,
         num_requests=a.num_requests,
         num_tokens=a.num_tokens,
-        head_blocks=a.num_kv_heads * row_blocks,
+        head_blocks=a.num_kv_heads * split.row_blocks,
         stride_q_t=q.stride(0),
         stride_q_h=q.stride(1),
         stride_k_p=k_strides[0],
@@ -332,57 +194,28 @@ def _plan(
         stride_v_h=v_strides[2],
         stride_bt=a.block_table.stride(0),
         NUM_KV_HEADS=a.num_kv_heads,
-        GROUP=group,
+        GROUP=a.num_q_heads // a.num_kv_heads,
         HEAD_DIM=a.head_dim,
         PAGE_SIZE=a.page_size,
         CAUSAL=a.max_query_len > 1,
-        HAS_PARTIALS=num_reduced > 0,
+        HAS_PARTIALS=split.num_reduced > 0,
         HAS_SOFTCAP=a.softcap is not None,
-        BLOCK_M=block_m,
+        HAS_SINKS=a.sinks is not None,
+        WINDOW=a.sliding_window or 0,
+        BLOCK_M=split.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(a.head_dim),
         BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
         STAGES=config.num_stages,
-        WAIT_LAUNCH=overlap_entry,
-        EARLY_LAUNCH=overlap_reduce,
-        **shared,
+        WAIT_LAUNCH=split.overlap_entry,
+        EARLY_LAUNCH=split.overlap_reduce,
+        **split.arguments,
     )
-    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if overlap_entry else {})
-    grid = (num_items * a.num_kv_heads * row_blocks,)
-    launches = [Launch(kernels._decode_kernel, grid, decode, options)]
-    if not num_reduced:
-        return launches
-    columns = min(config.reduce_columns, triton.next_power_of_2(a.head_dim_v))
-    grid = (num_reduced * a.max_query_len, a.num_q_heads, triton.cdiv(a.head_dim_v, columns))
-    reduce = dict(
-        split_requests_ptr=workspace.split_requests if has_items else a.seq_lens,
-        NUM_Q_HEADS=a.num_q_heads,
-        max_query_len=a.max_query_len,
-        TILE=config.block_n,
-        BLOCK_S=config.reduce_splits,
-        BLOCK_C=columns,
-        WAIT_LAUNCH=overlap_reduce,
-        EARLY_LAUNCH=overlap_entry,
-        **shared,
-    )
-    options = {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if overlap_reduce else {})
-    return [*launches, Launch(kernels._reduce_kernel, grid, reduce, options)]
-
-
-def _config_for_fixed_splits(a: DecodeArguments, device: Device) -> DecodeConfig:
-    """Return the config of a call without a workspace; block_table's width stands for lengths."""
-    group = a.num_q_heads // a.num_kv_heads
-    rows = query_rows(group, a.max_query_len)
-    return choose_config(
-        head_dim=a.head_dim,
-        head_dim_v=a.head_dim_v,
-        itemsize=4 if INTERPRETED else a.k_cache.dtype.itemsize,
-        rows=rows,
-        num_programs=a.num_requests * a.num_kv_heads * triton.cdiv(group * a.max_query_len, rows),
-        max_tokens=a.num_requests * a.max_pages * a.page_size * a.num_kv_heads,
-        num_splits_hint=a.num_splits,
-        device=device,
-    )
+    options = {"num_warps": config.num_warps}
+    if split.overlap_entry:
+        options["launch_pdl"] = True
+    grid = (split.num_items * a.num_kv_heads * split.row_blocks,)
+    return [Launch(kernels._decode_kernel, grid, decode, options), *plan_reduce(a, split)]
 
 
 def _strides(cache: torch.Tensor, kv_layout: str) -> tuple[int, int, int]:

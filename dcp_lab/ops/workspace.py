@@ -10,6 +10,7 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels import decode as kernels
+from dcp_lab.ops.arguments import MAX_HEAD_DIM, MAX_LORA_RANK
 from dcp_lab.ops.checks import check_positive_int, check_tensor, fail
 from dcp_lab.ops.device import Device, device_of
 from dcp_lab.sharding import Shard
@@ -66,6 +67,8 @@ def choose_config(
         num_splits_hint: Pieces a request is cut into when all requests are alike.
         device: Where it runs.
     """
+    if head_dim > MAX_HEAD_DIM:
+        return _choose_latent_config(itemsize, rows, num_splits_hint, device)
     # Tiles of 64 tokens with two programs a multiprocessor were fastest or within 2 % from 16 x 3k
     # to 256 x 1k; little work is better in half as many programs (16 x 2k: 10.7 us against 11.2).
     # More programs than that want small tiles, so that all of them run at once: 16 x 2k with 32 KV
@@ -79,14 +82,7 @@ def choose_config(
     width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(head_dim_v)
     fitting = triton.next_power_of_2(block_n * 512 // (width * itemsize) + 1) // 2
     block_n = max(16, min(block_n, fitting))
-    # Up to 128 pieces one warp won at every shape; beyond that all of them in one tile of 4 warps
-    # (1 x 64k, 256 pieces: 15.8 us; 128 at a time 16.7; one warp 16.8).
-    if num_splits_hint > 128:
-        reduce = {"reduce_splits": 256, "reduce_columns": 32, "reduce_warps": 4}
-    elif num_splits_hint > 16:
-        reduce = {"reduce_splits": 64, "reduce_columns": 32, "reduce_warps": 1}
-    else:
-        reduce = {"reduce_splits": 16, "reduce_columns": 64, "reduce_warps": 1}
+    reduce = _choose_reduce(num_splits_hint)
     if device.arch == "hip":
         # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. A query tile over 16
         # rows leaves registers for half the tokens (64 tokens: 4 to 8 scalar spills, 32: none; by
@@ -108,13 +104,71 @@ def choose_config(
     )
 
 
-def query_rows(group: int, max_query_len: int) -> int:
-    """Return the rows of a query tile: a power of two from 16 to 64."""
-    return max(16, min(64, triton.next_power_of_2(group * max_query_len)))
+def _choose_reduce(num_splits_hint: int) -> dict[str, int]:
+    """Return the reduce kernel's knobs."""
+    # Up to 128 pieces one warp won at every shape; beyond that all of them in one tile of 4 warps
+    # (1 x 64k, 256 pieces: 15.8 us; 128 at a time 16.7; one warp 16.8).
+    if num_splits_hint > 128:
+        return {"reduce_splits": 256, "reduce_columns": 32, "reduce_warps": 4}
+    if num_splits_hint > 16:
+        return {"reduce_splits": 64, "reduce_columns": 32, "reduce_warps": 1}
+    return {"reduce_splits": 16, "reduce_columns": 64, "reduce_warps": 1}
+
+
+def _choose_latent_config(
+    itemsize: int, rows: int, num_splits_hint: int, device: Device
+) -> DecodeConfig:
+    """Return the config of `_mla_decode_kernel` for a latent of up to 512 + 64 elements.
+
+    Chosen by what the compiled kernel needs, never timed: 64 rows of 512 fp32 results fill the
+    registers of 8 warps, and with them a tile of 64 tokens spills. On an sm_90 (Triton 3.6):
+    16 rows, 4 warps, 93 KB of shared memory and 186 registers, so two programs a multiprocessor;
+    64 rows, 8 warps, 184 KB and 255 registers, so one.
+    """
+    reduce = _choose_reduce(num_splits_hint)
+    if device.arch == "hip":
+        # fp8 unpacked is as wide as bf16 and its 16-bit words are held too; fp32 is twice as wide.
+        # With 32 tokens both spill (`dcp-lab amd-report`). Built, never run here.
+        return DecodeConfig(
+            block_n=32 if itemsize == 2 else 16, num_warps=4, num_stages=2, **reduce
+        )
+    if itemsize == 4:
+        # fp32 does without tensor cores: 94 registers with 16 tokens and 8 warps, 4 warps spill.
+        block_n = 32 if device.arch == "interpreter" else 16
+        return DecodeConfig(block_n=block_n, num_warps=8, num_stages=2, slots_per_sm=1, **reduce)
+    few = rows == 16
+    return DecodeConfig(
+        block_n=32,
+        num_warps=4 if few else 8,
+        num_stages=3,
+        slots_per_sm=2 if few else 1,
+        **reduce,
+    )
+
+
+def query_rows(group: int, max_query_len: int, most: int = 64) -> int:
+    """Return the rows of a query tile: a power of two from 16 to most."""
+    return max(16, min(most, triton.next_power_of_2(group * max_query_len)))
+
+
+def most_query_rows(head_dim: int, itemsize: int, device: Device) -> int:
+    """Return the most rows a query tile may have.
+
+    A wide latent is worth reading for as many heads as the registers hold: 64 on NVIDIA; on AMD,
+    where a program has 4 waves, 32; 16 for fp32 on either.
+    """
+    if head_dim <= MAX_HEAD_DIM or device.arch == "interpreter":
+        return 64
+    if itemsize == 4:
+        return 16
+    return 32 if device.arch == "hip" else 64
 
 
 class DecodeWorkspace:
-    """Buffers and the work table of paged_decode, made once and shared by all layers.
+    """Buffers and the work table of a decode, made once and shared by all layers.
+
+    For paged_decode, or for mla_paged_decode with num_kv_heads 1, head_dim kv_lora_rank + rope and
+    head_dim_v kv_lora_rank.
 
     Sized for the largest call; never grows, moves or allocates afterwards, so a captured graph may
     point to it. `prepare` cuts the requests into work items on the device: one launch a step, all
@@ -160,9 +214,10 @@ class DecodeWorkspace:
         self.num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
         if num_q_heads % num_kv_heads:
             fail("num_q_heads", f"a multiple of num_kv_heads={num_kv_heads}", num_q_heads)
-        self.head_dim = check_positive_int("head_dim", head_dim, at_most=256)
+        most = MAX_LORA_RANK + MAX_HEAD_DIM if num_kv_heads == 1 else MAX_HEAD_DIM
+        self.head_dim = check_positive_int("head_dim", head_dim, at_most=most)
         self.head_dim_v = check_positive_int(
-            "head_dim_v", head_dim if head_dim_v is None else head_dim_v, at_most=256
+            "head_dim_v", head_dim if head_dim_v is None else head_dim_v, at_most=most
         )
         self.max_query_len = check_positive_int("max_query_len", max_query_len)
         check_positive_int("max_seq_len", max_seq_len)
@@ -172,12 +227,14 @@ class DecodeWorkspace:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         facts = device_of(self.device)
-        self.block_m = query_rows(num_q_heads // num_kv_heads, max_query_len)
+        itemsize = 4 if INTERPRETED else kv_dtype.itemsize
+        most_rows = most_query_rows(head_dim, itemsize, facts)
+        self.block_m = query_rows(num_q_heads // num_kv_heads, max_query_len, most_rows)
         self.row_blocks = triton.cdiv(num_q_heads // num_kv_heads * max_query_len, self.block_m)
         self.config = config or choose_config(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
-            itemsize=4 if INTERPRETED else kv_dtype.itemsize,
+            itemsize=itemsize,
             rows=self.block_m,
             num_programs=max_requests * num_kv_heads * self.row_blocks,
             max_tokens=max_requests * max_seq_len * num_kv_heads,
