@@ -9,7 +9,10 @@ import pytest
 import torch
 from rank_targets import facts
 
+from dcp_lab import AttnState, Shard
 from dcp_lab.reducers.local_group import RankError, run_ranks
+from dcp_lab.reference import eager_decode, reference_decode
+from dcp_lab.testing import PagedCase, assert_within_budget
 
 
 def test_results_in_rank_order() -> None:
@@ -97,3 +100,27 @@ def test_bad_size(size: object) -> None:
     """The number of ranks is an int from 1 on."""
     with pytest.raises(ValueError, match="size: expected an int >= 1, got"):
         run_ranks(facts, size)
+
+
+def test_demo_decodes_and_reduces() -> None:
+    """The notebook's ranks attend their shards with the kernel and reduce to the whole context."""
+    case = PagedCase.build([0, 1, 30], num_q_heads=4, num_kv_heads=2, head_dim=32)
+    parts = [case.on_rank(Shard(rank, 2)) for rank in range(2)]
+    calls = [[(part.tensors, part.options()) for part in parts]]
+    found = [
+        one for (one,) in run_ranks("dcp_lab.reducers.demo:decode_and_reduce", 2, args=(calls,))
+    ]
+    for part, result in zip(parts, found, strict=True):
+        local = [
+            run(*part.tensors, **part.reference_options())
+            for run in (reference_decode, eager_decode)
+        ]
+        assert_within_budget("partial", result.partial, *local)
+        assert all(held > 0 for held in result.memory_bytes.values())
+    whole = [
+        run(*case.tensors, **case.reference_options()) for run in (reference_decode, eager_decode)
+    ]
+    for name in ("ag_rs", "a2a"):
+        pieces = [result.reduced[name] for result in found]
+        joined = AttnState(*(torch.cat(part, dim=1) for part in zip(*pieces, strict=True)))
+        assert_within_budget(name, joined, *whole)

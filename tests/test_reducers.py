@@ -417,7 +417,7 @@ def test_result_lives_until_the_next_call(reducer: str) -> None:
     "arguments, error, message",
     [
         ({"name": "nccl"}, ValueError, "name: expected 'ag_rs' or 'a2a' or 'direct', got 'nccl'"),
-        ({"name": "direct"}, NotImplementedError, "name='direct' is not supported"),
+        ({"name": "direct"}, NotImplementedError, "direct"),
         ({"group": 7}, ValueError, "group: expected a torch.distributed process group .*got 7"),
         ({"max_tokens": 0}, ValueError, "max_tokens: expected an int >= 1, got 0"),
         ({"num_q_heads": 0}, ValueError, "num_q_heads: expected an int >= 1, got 0"),

@@ -79,7 +79,8 @@ def run_ranks(
     Notes:
         No process outlives the call: ranks are killed when one fails, on timeout, and on
         KeyboardInterrupt; a rank whose parent was killed ends itself after timeout_s.
-        A rank gets one thread (OMP_NUM_THREADS=1) and this process's environment and sys.path.
+        A rank gets one thread (OMP_NUM_THREADS=1) and this process's environment and sys.path;
+        under gloo its kernels run in Triton's interpreter, also on a machine with a GPU.
 
     Source:
         Written here.
@@ -116,7 +117,7 @@ def run_ranks(
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=subprocess.STDOUT,
-                            env=_environment(),
+                            env=_environment(backend),
                         )
                     )
             _wait(processes, folder, deadline, timeout_s)
@@ -178,9 +179,12 @@ def _result_path(folder: Path, rank: int) -> Path:
     return folder / f"result_{rank}.pickle"
 
 
-def _environment() -> dict[str, str]:
+def _environment(backend: str) -> dict[str, str]:
     """Return the environment of a rank: this one's, its sys.path, one thread, the loopback."""
     environment = dict(os.environ)
+    if backend == "gloo":
+        # Its tensors are on the CPU, also where a GPU is.
+        environment["TRITON_INTERPRET"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment["PYTHONUNBUFFERED"] = "1"
     environment["OMP_NUM_THREADS"] = "1"
