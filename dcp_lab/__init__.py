@@ -20,7 +20,9 @@ _HOMES = {
     "gather_decode": "dcp_lab.ops.gather",
     "gather_kv": "dcp_lab.ops.gather",
     "GatherWorkspace": "dcp_lab.ops.gather",
+    "mla_paged_decode": "dcp_lab.ops.mla",
     "write_kv": "dcp_lab.ops.kv_write",
+    "write_mla_kv": "dcp_lab.ops.mla",
     "merge_states": "dcp_lab.ops.merge",
     "make_reducer": "dcp_lab.reducers",
 }

@@ -199,6 +199,127 @@ def eager_decode(
     )
 
 
+def reference_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    kv_scale: float | torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    shard: Shard | None = None,
+    global_seq_lens: torch.Tensor | None = None,
+) -> AttnState:
+    """Attend every query row to its request's MLA latents in this paged cache, in float64.
+
+    What reference_decode does for one KV head whose key is the latent and whose value is the
+    latent's first kv_lora_rank elements.
+
+    Args:
+        q: [T, Hq, kv_lora_rank + rope].
+        kv_cache: [P, page, kv_lora_rank + rope].
+        block_table: See reference_decode, as for all that is not named here.
+        seq_lens: Integer [B].
+        softmax_scale: Multiplies q . latent.
+        kv_lora_rank: Elements of the latent that are the value.
+        kv_scale: latent = stored * kv_scale; a float or a 1-element tensor. Default: 1.
+
+    Returns:
+        AttnState(out [T, Hq, kv_lora_rank], lse [T, Hq]), both float64.
+    """
+    return _mla_decode(
+        torch.float64,
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        softmax_scale=softmax_scale,
+        kv_lora_rank=kv_lora_rank,
+        kv_scale=kv_scale,
+        query_start_loc=query_start_loc,
+        shard=shard,
+        global_seq_lens=global_seq_lens,
+    )
+
+
+def eager_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    kv_scale: float | torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    shard: Shard | None = None,
+    global_seq_lens: torch.Tensor | None = None,
+) -> AttnState:
+    """Do what reference_mla_decode does in q's own dtype, as eager_decode for reference_decode.
+
+    Args:
+        q: See reference_mla_decode, as for all that follow.
+        kv_cache: See reference_mla_decode.
+        block_table: See reference_mla_decode.
+        seq_lens: See reference_mla_decode.
+        softmax_scale: See reference_mla_decode.
+        kv_lora_rank: See reference_mla_decode.
+        kv_scale: See reference_mla_decode.
+        query_start_loc: See reference_mla_decode.
+        shard: See reference_mla_decode.
+        global_seq_lens: See reference_mla_decode.
+
+    Returns:
+        AttnState(out [T, Hq, kv_lora_rank] in q's dtype, lse [T, Hq] fp32).
+    """
+    return _mla_decode(
+        q.dtype,
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        softmax_scale=softmax_scale,
+        kv_lora_rank=kv_lora_rank,
+        kv_scale=kv_scale,
+        query_start_loc=query_start_loc,
+        shard=shard,
+        global_seq_lens=global_seq_lens,
+    )
+
+
+def _mla_decode(
+    dtype: torch.dtype,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    **options: object,
+) -> AttnState:
+    """Do the work of reference_mla_decode in dtype."""
+    # [P, page, 1, kv_lora_rank + rope]
+    k_cache = kv_cache.unsqueeze(2)
+    return _decode(
+        dtype,
+        q,
+        k_cache,
+        k_cache[..., :kv_lora_rank],
+        block_table,
+        seq_lens,
+        kv_layout="NHD",
+        k_scale=kv_scale,
+        v_scale=kv_scale,
+        sliding_window=None,
+        softcap=None,
+        sinks=None,
+        **options,
+    )
+
+
 def reference_merge(
     outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
 ) -> AttnState:

@@ -132,10 +132,13 @@ def _choose_latent_config(
         return DecodeConfig(
             block_n=32 if itemsize == 2 else 16, num_warps=4, num_stages=2, **reduce
         )
+    if device.arch == "interpreter":
+        # It runs programs one after the other: few large ones.
+        reduce |= {"reduce_columns": 512}
+        return DecodeConfig(block_n=32, num_warps=4, num_stages=2, **reduce)
     if itemsize == 4:
         # fp32 does without tensor cores: 94 registers with 16 tokens and 8 warps, 4 warps spill.
-        block_n = 32 if device.arch == "interpreter" else 16
-        return DecodeConfig(block_n=block_n, num_warps=8, num_stages=2, slots_per_sm=1, **reduce)
+        return DecodeConfig(block_n=16, num_warps=8, num_stages=2, slots_per_sm=1, **reduce)
     few = rows == 16
     return DecodeConfig(
         block_n=32,
