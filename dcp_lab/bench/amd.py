@@ -77,7 +77,7 @@ class Build:
                 found.append(f"{name} = {getattr(self, name)}, expected 0")
         if self.lds_bytes > LDS_LIMIT[self.arch]:
             found.append(f"lds_bytes = {self.lds_bytes}, the chip has {LDS_LIMIT[self.arch]}")
-        if self.kernel in ("_decode_kernel", "_varlen_kernel"):
+        if self.kernel in ("_decode_kernel", "_mla_decode_kernel", "_varlen_kernel"):
             # fp32 has no wide MFMA: its dots may become plain FMAs.
             if "float32" not in self.case and not self.mfma:
                 found.append("no MFMA, expected matrix instructions in both products")
@@ -178,6 +178,7 @@ def cases() -> dict[str, Callable[[], object]]:
     from dcp_lab.ops.gather import gather_decode, gather_kv
     from dcp_lab.ops.kv_write import write_kv
     from dcp_lab.ops.merge import merge_states
+    from dcp_lab.ops.mla import mla_paged_decode, write_mla_kv
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -229,6 +230,30 @@ def cases() -> dict[str, Callable[[], object]]:
         rows = torch.empty(16, 1, 128, dtype=bf16)
         _, k_cache, v_cache, *_ = inputs(*shape, bf16)
         write_kv(rows, rows, k_cache, v_cache, torch.empty(16, dtype=torch.int64))
+
+    def mla(heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, queries: int = 1, **options):
+        q = torch.empty(16 * queries, heads, 576, dtype=dtype)
+        kv_cache = torch.empty(4, 16, 576).to(kv_dtype)
+        table, lens = inputs(*shape, dtype)[3:]
+        mla_paged_decode(q, kv_cache, table, lens, softmax_scale=0.1, **options)
+
+    fp8, fnuz = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+    for heads in (16, 128):
+        for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (bf16, fnuz), (fp32, fp32)):
+            name = f"16x8192 {heads}q {str(kv_dtype).removeprefix('torch.')}"
+            found[f"mla {name}"] = lambda h=heads, d=dtype, k=kv_dtype: mla(h, d, k)
+    found["mla 16q 4 query tokens bfloat16"] = lambda: mla(
+        16, bf16, bf16, queries=4, query_start_loc=start, max_query_len=4
+    )
+    found["mla 16q 1 split float16"] = lambda: mla(16, fp16, fp16, num_splits=1)
+    for kv_dtype in (bf16, fp8, fnuz):
+        found[f"write_mla_kv {str(kv_dtype).removeprefix('torch.')}"] = lambda k=kv_dtype: (
+            write_mla_kv(
+                torch.empty(16, 576, dtype=bf16),
+                torch.empty(4, 16, 576).to(k),
+                torch.empty(16, dtype=torch.int64),
+            )
+        )
 
     found["write_kv bfloat16"] = write
     found["gather_kv bfloat16"] = lambda: gather_kv(*inputs(*shape, bf16)[1:])
