@@ -85,7 +85,8 @@ def run_split_call(
             a.head_dim,
             head_dim_v=a.head_dim_v,
             max_query_len=a.max_query_len,
-            kv_dtype=a.k_cache.dtype,
+            # fp32 queries make it an fp32 kernel, whatever the cache holds.
+            kv_dtype=q.dtype if q.dtype == torch.float32 else a.k_cache.dtype,
             max_seq_len=max(1, a.max_pages * a.page_size),
             device=q.device,
         )
@@ -162,7 +163,8 @@ def split_call(
     num_splits = a.num_splits
     device = device_of(a.q.device)
     group = a.num_q_heads // a.num_kv_heads
-    itemsize = 4 if INTERPRETED else a.q.dtype.itemsize
+    fp32 = INTERPRETED or a.q.dtype == torch.float32
+    itemsize = 4 if fp32 else a.k_cache.dtype.itemsize
     block_m = query_rows(group, a.max_query_len, most_query_rows(a.head_dim, itemsize, device))
     row_blocks = triton.cdiv(group * a.max_query_len, block_m)
     if workspace is not None:
@@ -173,7 +175,7 @@ def split_call(
         config = choose_config(
             head_dim=a.head_dim,
             head_dim_v=a.head_dim_v,
-            itemsize=4 if INTERPRETED else a.k_cache.dtype.itemsize,
+            itemsize=itemsize,
             rows=block_m,
             num_programs=a.num_requests * a.num_kv_heads * row_blocks,
             max_tokens=a.num_requests * a.max_pages * a.page_size * a.num_kv_heads,

@@ -121,9 +121,9 @@ def _choose_latent_config(
     """Return the config of `_mla_decode_kernel` for a latent of up to 512 + 64 elements.
 
     Chosen by what the compiled kernel needs, never timed: 64 rows of 512 fp32 results fill the
-    registers of 8 warps, and with them a tile of 64 tokens spills. On an sm_90 (Triton 3.6):
-    16 rows, 4 warps, 93 KB of shared memory and 186 registers, so two programs a multiprocessor;
-    64 rows, 8 warps, 184 KB and 255 registers, so one.
+    registers of 8 warps, and with them a tile of 64 tokens spills. bf16 on an sm_90 (Triton 3.6):
+    16 rows in 4 warps take 93 KB of shared memory and 189 registers, so two programs fit on a
+    multiprocessor; 64 rows in 8 warps 184 KB and 255 registers, so one.
     """
     reduce = _choose_reduce(num_splits_hint)
     if device.arch == "hip":
@@ -157,14 +157,15 @@ def query_rows(group: int, max_query_len: int, most: int = 64) -> int:
 def most_query_rows(head_dim: int, itemsize: int, device: Device) -> int:
     """Return the most rows a query tile may have.
 
-    A wide latent is worth reading for as many heads as the registers hold: 64 on NVIDIA; on AMD,
-    where a program has 4 waves, 32; 16 for fp32 on either.
+    One read of a wide latent should serve as many heads as the registers hold: 64 on NVIDIA; 32 on
+    AMD, where a program has 4 waves, and for fp8, whose unpacked copy takes the rest (with 64 rows
+    it spills); 16 for fp32, without tensor cores.
     """
     if head_dim <= MAX_HEAD_DIM or device.arch == "interpreter":
         return 64
     if itemsize == 4:
         return 16
-    return 32 if device.arch == "hip" else 64
+    return 64 if itemsize == 2 and device.arch == "cuda" else 32
 
 
 class DecodeWorkspace:
