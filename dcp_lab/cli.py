@@ -131,8 +131,8 @@ def doctor(context: typer.Context) -> None:
 
 @app.command(context_settings=_HAND_OVER)
 def bench(context: typer.Context) -> None:
-    """Measure: `dcp-lab bench decode --help`."""
-    benches = {"decode": "dcp_lab.bench.decode"}
+    """Measure: `dcp-lab bench decode --help`, `dcp-lab bench reduce --help`."""
+    benches = {"decode": "dcp_lab.bench.decode", "reduce": "dcp_lab.bench.reduce"}
     what, *rest = context.args or [""]
     if what not in benches:
         raise NotebookError(f"bench: expected one of {', '.join(benches)}, got {what!r}")

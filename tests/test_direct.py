@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dcp_lab import AttnState, make_reducer, merge_states
-from dcp_lab.kernels import INTERPRETED
+from dcp_lab.kernels import INTERPRETED, exchange
 from dcp_lab.kernels.exchange import (
     CONTROL_BYTES,
     PROGRAMS_PER_SM,
@@ -28,7 +28,7 @@ from dcp_lab.kernels.exchange import (
     launch_gather,
     launch_reduce,
 )
-from dcp_lab.reducers import make_query_gather
+from dcp_lab.reducers import direct, make_query_gather
 from dcp_lab.reducers.direct import DirectReducer, Link
 from dcp_lab.reducers.queries import DirectQueryGather
 from dcp_lab.reference import reference_merge
@@ -413,6 +413,27 @@ def test_only_the_missing_rows_are_nan_and_only_once_waited_for() -> None:
         fail_link(ranks.mailboxes[1]).check()
 
 
+def test_a_failed_mailbox_gives_nan_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call on a failed mailbox looks at its slots once, gives NaN even if all came, and says so.
+
+    Its host may not know yet: it was a peer that failed.
+    """
+    ranks = Ranks.make(2, 2)
+    states = ranks.random(2, seed=0)
+    for rank, state in enumerate(states):
+        ranks.send(rank, state)
+    ranks.mailboxes[0].control[16] = 1 << 24 | 1 << 16 | 1
+    got = ranks.merge(0, states[0])
+    assert got.out.isnan().all() and got.lse.isnan().all()
+    assert Failure.decode(ranks.mailboxes[0].record.item()) == Failure((0,), 1, 1)
+    looks = []
+    load_parts = exchange._load_parts
+    monkeypatch.setattr(exchange, "_load_parts", lambda *a: looks.append(1) or load_parts(*a))
+    # Nothing came this time; the timeout is 100 polls.
+    assert ranks.merge(0, states[0]).lse.isnan().all()
+    assert len(looks) == 2
+
+
 def test_a_call_of_fewer_tokens_is_a_silent_rank() -> None:
     """A rank whose T is smaller, 0 included, is named by the rank that wanted more of it."""
     for tokens in (0, 2):
@@ -516,6 +537,11 @@ def test_gather_names_a_silent_rank() -> None:
     assert Failure.decode(mailboxes[0].record.item()) == Failure((2,), 0, 0)
     with pytest.raises(RuntimeError, match="rank 2 of 3 sent nothing"):
         fail_link(mailboxes[0]).check()
+    # Who has failed writes to nobody.
+    untouched = [mailbox.memory.clone() for mailbox in mailboxes]
+    launch_gather(mailboxes[1], q=q, gathered=gathered, config=WHOLE, merge=False)
+    for mailbox, memory in zip(mailboxes, untouched, strict=True):
+        assert torch.equal(mailbox.memory, memory)
 
 
 def test_nccl_gather_on_gloo_ranks() -> None:
@@ -564,6 +590,55 @@ def lone_group(tmp_path: Path):
     )
     yield
     dist.destroy_process_group()
+
+
+def test_too_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure record has room for 16 ranks; more are refused before anything is made."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 17)
+    with pytest.raises(ValueError, match="group: expected at most 16 ranks, got '17 ranks'"):
+        Link.connect(None, torch.device("cuda", 0), [16], timeout_s=1.0, agreed={})
+
+
+def test_ranks_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that differ between ranks are named with what every rank was given."""
+    theirs = [{"max_tokens": 8, "dtype": "a"}, {"max_tokens": 16, "dtype": "a"}]
+    monkeypatch.setattr(direct, "_everybody", lambda group, size, value: theirs)
+    with pytest.raises(ValueError, match=r"max_tokens: expected the same on all ranks.*\[8, 16\]"):
+        direct._check_agreed(theirs[0], None, 2)
+
+
+class Handle:
+    """torch's handle of symmetric memory, with the addresses that it was made with."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.buffers[rank]
+
+
+class Group:
+    group_name = "0"
+
+
+def test_no_symmetric_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says where peers cannot be reached comes with what to do."""
+
+    def refuse(*size: object, **options: object) -> None:
+        raise RuntimeError("no peer access")
+
+    monkeypatch.setattr("torch.distributed._symmetric_memory.empty", refuse)
+    with pytest.raises(RuntimeError, match="no symmetric memory .* use 'a2a'.*: no peer access"):
+        direct._symmetric(16, torch.device("cuda", 0), Group())
+
+
+def test_strange_symmetric_memory_is_refused() -> None:
+    """An own buffer at an address that is not its own stops before anyone writes there."""
+    buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    found = direct._addresses(Handle(buffers), 2, buffers[1], 1)
+    assert found == [buffer.data_ptr() for buffer in buffers]
+    with pytest.raises(RuntimeError, match="another address for this rank's own buffer"):
+        direct._addresses(Handle(buffers), 2, buffers[1], 0)
 
 
 def test_direct_needs_a_gpu() -> None:

@@ -173,6 +173,7 @@ def cases() -> dict[str, Callable[[], object]]:
     """Return calls that between them launch every kernel in every config that AMD would use."""
     import torch
 
+    from dcp_lab.kernels import exchange as direct
     from dcp_lab.kernels import merge
     from dcp_lab.ops.decode import paged_decode
     from dcp_lab.ops.gather import gather_decode, gather_kv
@@ -270,6 +271,28 @@ def cases() -> dict[str, Callable[[], object]]:
     found["merge_states bfloat16"] = lambda: merge_states(
         torch.empty(2, 16, 8, 128, dtype=bf16), torch.empty(2, 16, 8)
     )
+
+    def peer_memory(tokens: int, dim: int, ranks: int = 2) -> None:
+        heads = 16 // ranks
+        rows, payload = tokens * heads, tokens * heads * dim * 2
+        mailbox = direct.Mailbox.in_one_process(ranks, (payload, rows * 4), arch="hip")[0]
+        config = direct.ExchangeConfig.from_payload(payload, COMPUTE_UNITS["gfx950"])
+        out = torch.empty(tokens, 16, dim, dtype=bf16)
+        q = torch.empty(tokens, heads, dim, dtype=bf16)
+        direct.launch_reduce(
+            mailbox,
+            out=out,
+            lse=torch.empty(tokens, 16),
+            merged_out=q,
+            merged_lse=torch.empty(tokens, heads),
+            config=config,
+        )
+        direct.launch_gather(mailbox, q=q, gathered=out, config=config)
+
+    for tokens, dim in ((16, 128), (256, 128), (16, 512)):
+        found[f"direct {tokens} tokens d{dim} bfloat16"] = lambda t=tokens, d=dim: peer_memory(
+            t, d
+        )
     return found
 
 

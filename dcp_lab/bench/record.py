@@ -254,6 +254,48 @@ DECODE = table(
 )
 
 
+def _exchange_was_checked(frame: pd.DataFrame) -> pd.Series:
+    alone = frame.op == "collective"
+    return alone | (frame.out_error.notna() & frame.error_budget.notna())
+
+
+REDUCE = table(
+    "reduce",
+    {
+        **provenance_columns(),
+        "op": text(one_of("reduce", "gather_queries", "gather_and_reduce", "collective")),
+        "variant": text(),
+        "ranks": whole(at_least(2)),
+        "tokens": whole(at_least(1)),
+        "num_q_heads": whole(at_least(1)),
+        "head_dim": whole(at_least(1)),
+        "dtype": text(one_of(*DTYPES)),
+        "mode": text(one_of("eager", "graph")),
+        "calls": whole(at_least(1)),
+        "samples": whole(at_least(1)),
+        "median_us": real(above(0)),
+        "p10_us": real(above(0)),
+        "p90_us": real(above(0)),
+        "host_us": real(above(0), nullable=True),
+        "launches": whole(at_least(0), nullable=True),
+        "bytes": whole(at_least(0)),
+        "link_gbps": real(above(0)),
+        "bound_us": real(above(0)),
+        "out_error": real(at_least(0), nullable=True),
+        "lse_error": real(at_least(0), nullable=True),
+        "error_budget": real(above(0), nullable=True),
+        "lse_error_budget": real(above(0), nullable=True),
+        "method": text(),
+    },
+    rules=[
+        rule(_percentiles_in_order, "p10_us <= median_us <= p90_us"),
+        rule(_exchange_was_checked, "out_error and error_budget, unless op is collective"),
+        rule(_out_right, "out_error <= error_budget: a wrong result has no time"),
+        rule(_lse_right, "lse_error <= lse_error_budget (error_budget where that is empty)"),
+    ],
+)
+
+
 def validate(frame: pd.DataFrame, schema: pa.DataFrameSchema, where: str) -> pd.DataFrame:
     """Return the table in the schema's types if it keeps the schema.
 

@@ -190,14 +190,8 @@ class Link:
             offsets, slots, total = Mailbox.layout(size, payload_bytes)
             memory, handle = _symmetric(total, device, group)
             Mailbox.clear(memory)
-            addresses = [_address(handle, rank, total) for rank in range(size)]
             rank = dist.get_rank(group)
-            if addresses[rank] != memory.data_ptr():
-                raise RuntimeError(
-                    "direct: torch's symmetric memory gives another address for this rank's own "
-                    f"buffer ({addresses[rank]:#x}, allocated at {memory.data_ptr():#x}): this "
-                    "torch release is not understood; use 'a2a'"
-                )
+            addresses = _addresses(handle, size, memory, rank)
             record = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             mailbox = Mailbox(
                 rank=rank,
@@ -286,9 +280,15 @@ def _symmetric(
         ) from error
 
 
-def _address(handle: Any, rank: int, nbytes: int) -> int:
-    """Return where a rank's buffer lies for this process."""
+def _addresses(handle: Any, size: int, memory: torch.Tensor, rank: int) -> list[int]:
+    """Return where each rank's buffer lies for this process."""
     # get_remote_tensor, where there is one, minds a buffer that does not start its allocation.
-    if hasattr(handle, "get_remote_tensor"):
-        return handle.get_remote_tensor(rank, (nbytes,), torch.uint8).data_ptr()
-    return handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr()
+    view = getattr(handle, "get_remote_tensor", handle.get_buffer)
+    found = [view(peer, tuple(memory.shape), torch.uint8).data_ptr() for peer in range(size)]
+    if found[rank] != memory.data_ptr():
+        raise RuntimeError(
+            "direct: torch's symmetric memory gives another address for this rank's own buffer "
+            f"({found[rank]:#x}, allocated at {memory.data_ptr():#x}): this torch release is not "
+            "understood; use 'a2a'"
+        )
+    return found
