@@ -99,7 +99,8 @@ def test_heads(heads, num_splits):
 
 
 @pytest.mark.parametrize(
-    ("rank", "rope"), [(16, 16), (48, 16), (80, 48), (128, 64), (256, 128), (496, 80), (512, 256)]
+    ("rank", "rope"),
+    [(16, 16), (48, 16), (80, 16), (80, 48), (128, 64), (256, 128), (496, 80), (512, 256)],
 )
 @pytest.mark.parametrize("fp8", [None, FP8[0]], ids=["same", "fp8"])
 def test_widths(rank, rope, fp8):

@@ -240,6 +240,31 @@ PUBLISHED = {
     "kimi_k3_tp8_dcp8_graph_modes": GRAPH_MODES,
 }
 
+AMD_KERNELS = table(
+    "amd_kernels",
+    {
+        "arch": text(one_of("gfx942", "gfx950")),
+        "kernel": text(),
+        "case": text(),
+        "triton": text(),
+        "num_warps": whole(at_least(1)),
+        "num_stages": whole(at_least(1)),
+        "vgprs": whole(at_least(0)),
+        "agprs": whole(at_least(0)),
+        "sgprs": whole(at_least(0)),
+        "waves_per_simd": whole(at_least(1)),
+        "vgpr_spills": whole(at_least(0)),
+        "sgpr_spills": whole(at_least(0)),
+        "scratch_bytes": whole(at_least(0)),
+        "lds_bytes": whole(at_least(0)),
+        "mfma": text(nullable=True),
+        "global_load_bits": text(nullable=True),
+        "lds_load_bits": text(nullable=True),
+    },
+)
+
+COMPILED = {"amd_kernels": AMD_KERNELS}
+
 # A measured table is named KIND_MACHINE; tables of one kind share their columns.
 MEASURED = {"decode": record.DECODE, "peers": PEERS, "probe": PROBE, "vllm": VLLM}
 
@@ -272,6 +297,11 @@ def measured_peers() -> pd.DataFrame:
 def measured_probe() -> pd.DataFrame:
     """Return the bandwidth probes of the peers' run, one row an access pattern."""
     return measured("probe_h200")
+
+
+def compiled_amd_kernels() -> pd.DataFrame:
+    """Return what every kernel uses on gfx942 and gfx950, one row a build (nothing was run)."""
+    return record.read_table(data_dir() / "compiled" / "amd_kernels.csv", AMD_KERNELS)
 
 
 def _published(name: str) -> pd.DataFrame:
