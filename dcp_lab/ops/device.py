@@ -42,6 +42,11 @@ def planning_for(device: Device) -> Iterator[None]:
         _planned = before
 
 
+def is_here() -> bool:
+    """Return whether launches are planned for the device that tensors live on."""
+    return _planned is None
+
+
 def device_of(device: torch.device) -> Device:
     """Return the facts of the device that tensors live on."""
     return _planned if _planned is not None else _facts(device)

@@ -7,6 +7,7 @@ import torch
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.merge import launch_merge
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor, fail, unsupported
+from dcp_lab.ops.device import is_here
 from dcp_lab.state import AttnState
 
 # The merge kernels keep one row of D fp32 values in registers. 512 is MLA's latent width.
@@ -105,7 +106,7 @@ def check_merge_head_dim(argument: str, head_dim: int) -> None:
 
 def check_merge_device(argument: str, device: torch.device) -> None:
     """Raise unless this process's kernels can run on the device."""
-    if device.type == "cpu" and not INTERPRETED:
+    if device.type == "cpu" and not INTERPRETED and is_here():
         fail(
             argument,
             "a GPU: this process compiles its kernels (for CPU tensors set TRITON_INTERPRET=1 "
