@@ -220,11 +220,14 @@ def reference_mla_decode(
     Args:
         q: [T, Hq, kv_lora_rank + rope].
         kv_cache: [P, page, kv_lora_rank + rope].
-        block_table: See reference_decode, as for all that is not named here.
-        seq_lens: Integer [B].
+        block_table: Integer [B, max_pages].
+        seq_lens: Integer [B], tokens of each request in this cache.
         softmax_scale: Multiplies q . latent.
-        kv_lora_rank: Elements of the latent that are the value.
+        kv_lora_rank: Elements of the latent that are the value. Default: 512.
         kv_scale: latent = stored * kv_scale; a float or a 1-element tensor. Default: 1.
+        query_start_loc: See reference_decode.
+        shard: See reference_decode.
+        global_seq_lens: See reference_decode.
 
     Returns:
         AttnState(out [T, Hq, kv_lora_rank], lse [T, Hq]), both float64.

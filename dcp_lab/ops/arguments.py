@@ -320,11 +320,18 @@ def check_mla_arguments(
     Args:
         q: [T, Hq, kv_lora_rank + rope] fp32, fp16 or bf16, last dimension contiguous.
         kv_cache: [P, page, kv_lora_rank + rope] in q's dtype or fp8 (e4m3fn, e4m3fnuz).
-        block_table: See check_decode_arguments, as for all others but these two.
+        block_table: int32 [B, max_pages].
         seq_lens: int32 [B].
         softmax_scale: Finite.
         kv_lora_rank: A multiple of 16 up to 512; rope, what is left of q's last dimension, one
-            from 16 to 256.
+            from 16 to 256. Default: 512.
+        query_start_loc: See check_decode_arguments.
+        max_query_len: See check_decode_arguments.
+        shard: See check_decode_arguments.
+        global_seq_lens: See check_decode_arguments.
+        num_splits: See check_decode_arguments.
+        out: [T, Hq, kv_lora_rank]. Default: None.
+        lse: See check_decode_arguments.
 
     Raises:
         ValueError: An argument does not fit; the message names it, what was expected and what
