@@ -194,7 +194,7 @@ class GatherWorkspace:
         _check_tokens("max_pages", max_pages)
         self.prepared = PreparedGather(num_requests, max_pages, seq_starts)
         block_b = max(2, min(128, triton.next_power_of_2(num_requests)))
-        block_u = max(2, min(8192 // block_b, triton.next_power_of_2(self._num_units)))
+        block_u = max(2, min(2048 // block_b, triton.next_power_of_2(self._num_units)))
         kernels._plan_gather_kernel[(max(1, triton.cdiv(self._num_units, block_u)),)](
             seq_lens_ptr=seq_lens,
             seq_starts_ptr=seq_lens if seq_starts is None else seq_starts,
