@@ -261,7 +261,9 @@ def lab_variants(x: Inputs) -> list[Variant]:
     ]
 
 
-def vllm_variants(x: Inputs, functions: Mapping[str, Callable[[AttnState], AttnState]], kind: str):
+def vllm_variants(
+    x: Inputs, functions: Mapping[str, Callable[[AttnState], AttnState]], kind: str
+) -> list[Variant]:
     """Return vLLM's functions on a state of their own, which one of them overwrites."""
     scratch = AttnState(*(part.clone() for part in x.state))
 
