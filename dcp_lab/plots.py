@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 
 import matplotlib as mpl
@@ -343,7 +343,14 @@ def engine_modes(modes: pd.DataFrame, account: NoGather) -> Figure:
     )
 
 
-def attention_paths(rows: pd.DataFrame, *, layers: int, added_ms: float, source: str) -> Figure:
+def attention_paths(
+    rows: pd.DataFrame,
+    *,
+    layers: int,
+    added_ms: float,
+    source: str,
+    modes: Sequence[str] = ("graph", "eager"),
+) -> Figure:
     """Draw one layer's attention, paged and gathered, in a graph and launched eagerly.
 
     Args:
@@ -351,15 +358,18 @@ def attention_paths(rows: pd.DataFrame, *, layers: int, added_ms: float, source:
         layers: Layers of a step.
         added_ms: The added time to compare with.
         source: The rows' table.
+        modes: Which of "graph" and "eager" to draw. Default: both.
     """
-    fig, axes = figure(1, 2, size=(14, 7.5), sharey=True)
+    rows = rows[rows["mode"].isin(modes)]
+    fig, axes = figure(1, len(modes), size=(14, 7.5), sharey=True, squeeze=False)
+    axes = axes[0]
     labels = [
         label
         for path in ("read", "contiguous", "paged", "gather")
         for label in sorted(set(rows[rows.path == path].label), reverse=True)
     ]
     titles = {"graph": "in a graph", "eager": "launched eagerly (wall time)"}
-    for ax, (mode, title) in zip(axes, titles.items(), strict=True):
+    for ax, mode in zip(axes, modes, strict=True):
         shown = rows[rows["mode"] == mode]
         for row in shown.itertuples():
             place = labels.index(row.label)
@@ -371,7 +381,7 @@ def attention_paths(rows: pd.DataFrame, *, layers: int, added_ms: float, source:
             if row.path == "gather":
                 text += f"\n+{number(row.extra_us * layers / 1e3)} ms a step"
             _note(ax, text, (row.high_us, place), (8, 0), va="center", weight="bold")
-        ax.set_title(title, fontsize=FONT + 1)
+        ax.set_title(titles[mode], fontsize=FONT + 1)
         ax.set_xlim(0, shown.high_us.max() * 1.6)
         ax.set_xlabel("one layer (us)")
         ax.grid(axis="x")

@@ -39,6 +39,7 @@ class Step:
         ranks: DCP size; a rank holds 1 / ranks of each request's tokens.
         layers: Layers of the model.
         num_kv_heads: KV heads on this rank.
+        num_q_heads: Query heads that attend on this rank: under DCP those of all its ranks.
         head_dim: Elements of a key and of a value.
         kv_itemsize: Bytes of one cached element.
     """
@@ -47,6 +48,7 @@ class Step:
     ranks: int = 2
     layers: int = 94
     num_kv_heads: int = 1
+    num_q_heads: int = 16
     head_dim: int = 128
     kv_itemsize: int = 2
 
@@ -416,7 +418,7 @@ def covering_shape(paths: pd.DataFrame, step: Step, context_tokens: float) -> pd
     A rank attends context_tokens / ranks tokens of each request. Only shapes with equal lengths
     and the step's KV heads, head_dim and kv_itemsize are looked at. Where none is large enough,
     the largest stands in for it. Of shapes with as many tokens in all, the one with the nearest
-    number of requests is taken.
+    number of requests is taken, then the one with the nearest number of query heads.
 
     Raises:
         ValueError: There is no such shape.
@@ -437,7 +439,13 @@ def covering_shape(paths: pd.DataFrame, step: Step, context_tokens: float) -> pd
     large_enough = tokens[tokens >= step.local_tokens(context_tokens)]
     total = large_enough.min() if len(large_enough) else tokens.max()
     candidates = shapes[tokens == total]
-    nearest = (candidates.requests - step.requests).abs().astype(float).idxmin()
+    distance = pd.DataFrame(
+        {
+            "requests": (candidates.requests - step.requests).abs().astype(float),
+            "heads": (candidates.num_q_heads - step.num_q_heads).abs().astype(float),
+        }
+    )
+    nearest = distance.sort_values(["requests", "heads"], kind="stable").index[0]
     return fits.merge(candidates.loc[[nearest]], on=_SHAPE)
 
 
@@ -505,6 +513,25 @@ def gather_cost(
         gpu=first.gpu,
         shape=f"{first.requests} x {first.context_tokens}",
         covers=tokens >= step.local_tokens(context_tokens),
+    )
+
+
+def with_launches_of(kernels: GatherCost, launches: GatherCost) -> GatherCost:
+    """Return one cost of two tables: GPU time between both, launches from the second.
+
+    What an eager row takes from the host depends on who launches. The lab's calls check their
+    arguments in Python, which costs more than the launches that are compared; rows of a library
+    whose calls are compiled show what a launch costs.
+
+    Args:
+        kernels: gather_cost(...) of rows whose graph times count.
+        launches: gather_cost(...) of rows whose graph and eager times count.
+    """
+    return dataclasses.replace(
+        launches,
+        graph_low_ms=min(kernels.graph_low_ms, launches.graph_low_ms),
+        graph_high_ms=max(kernels.graph_high_ms, launches.graph_high_ms),
+        covers=kernels.covers and launches.covers,
     )
 
 
