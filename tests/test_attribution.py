@@ -371,3 +371,31 @@ def test_waterfall_by_hand():
     parts = attribution.waterfall(floor, cost, added_ms=20.0)
     assert parts.low_ms.tolist() == pytest.approx([1.0, 0.5, 4.0, 20 - 2 - 6 - 5])
     assert parts.high_ms.tolist() == pytest.approx([2.0, 6.0, 5.0, 20 - 1 - 0.5 - 4])
+
+
+def test_a_bound_call_does_not_stand_for_the_paged_way():
+    """The gather's rows are unbound calls: a bound paged call would make a gather look worse."""
+    rows = decode_rows()
+    bound = rows[rows.op == "paged_decode"].assign(variant="bound", median_us=1.0, p10_us=0.5)
+    paths = attribution.decode_paths(pd.concat([rows, bound], ignore_index=True))
+    assert not paths.label.str.contains("bound").any()
+    assert paths.equals(attribution.decode_paths(rows))
+
+
+def test_the_shape_with_the_steps_query_heads_is_taken():
+    """Of shapes with as many tokens and requests, the one with the nearest query heads."""
+    rows = pd.concat([decode_rows(num_q_heads=heads) for heads in (8, 16, 64)], ignore_index=True)
+    paths = attribution.decode_paths(rows)
+    for heads in (8, 16, 64):
+        step = attribution.Step(num_q_heads=heads)
+        assert set(attribution.covering_shape(paths, step, 2500).num_q_heads) == {heads}
+
+
+def test_launches_of_another_table():
+    """GPU time spans both tables; wall time is the second's alone."""
+    one = attribution.GatherCost(3.0, 6.0, 50.0, 90.0, 0.4, 0.5, "NVIDIA H200", "16 x 2048", True)
+    two = attribution.GatherCost(0.8, 2.0, 3.6, 3.8, 0.4, 0.5, "NVIDIA H200", "16 x 2048", True)
+    cost = attribution.with_launches_of(one, two)
+    assert (cost.graph_low_ms, cost.graph_high_ms) == (0.8, 6.0)
+    assert (cost.eager_low_ms, cost.eager_high_ms) == (3.6, 3.8)
+    assert cost.covers
