@@ -51,7 +51,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcp_lab.kernels import INTERPRETED, interpreter_safe
+from dcp_lab.kernels import interpreter_safe
 from dcp_lab.kernels.merge import clean_lse, merge_step, merged_lse
 
 CONTROL_BYTES = 256
@@ -69,6 +69,10 @@ SLOT_ALIGNMENT = 64
 # 8 programs of one warp fit a multiprocessor whatever they use: 8 x 32 x 255 registers.
 PROGRAMS_PER_SM = 8
 MAX_RANKS = 16
+# What a warp holds of all ranks' tiles together, 32 registers a lane and some to work with.
+MAX_TILE_WORDS = 2048
+# Unrolled rows.
+MAX_TILE_ROWS = 8
 
 
 @triton.jit
@@ -129,14 +133,22 @@ def _load_fresh(pointers, mask, other, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _enter(control_ptr, ARCH: tl.constexpr, WAIT_LAUNCH: tl.constexpr):
-    """Return (call number's parity, word 0, failure record)."""
+def _wait_launch(WAIT_LAUNCH: tl.constexpr):
+    """Wait for the end of the kernel before, and let the next one be launched meanwhile."""
     if WAIT_LAUNCH:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _enter(control_ptr, addresses_ptr, SIZE: tl.constexpr, ARCH: tl.constexpr):
+    """Return (word 0, failure record, where every rank's mailbox lies)."""
     count = tl.load(control_ptr)
     record = _load_fresh(control_ptr + FAILURE_WORD, None, None, ARCH)
-    return (count >> COUNT_SHIFT) & 1, count, record
+    addresses = ()
+    for n in tl.static_range(SIZE):
+        addresses = addresses + (tl.load(addresses_ptr + n),)
+    return count, record, addresses
 
 
 @triton.jit
@@ -156,57 +168,23 @@ def _sendable(bits):
 
 
 @triton.jit
-def _load_parts(pointers, stride_slot, mask, own,
-                RANK: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):  # fmt: skip
-    """Return what the slots hold now, a tensor a rank; own is this rank's."""
-    parts = ()
-    for n in tl.static_range(SIZE):
-        if n == RANK:
-            parts = parts + (own,)
-        else:
-            part = _load_fresh(pointers + n * stride_slot, mask, 0, ARCH)
-            parts = parts + (part,)
-    return parts
+def _absent(parts, SIZE: tl.constexpr):
+    """Return 1 when a word of any rank's part has not arrived, 0 when all have."""
+    absent = parts[0] == -1
+    for n in tl.static_range(1, SIZE):
+        absent = absent | (parts[n] == -1)
+    return tl.max(absent.to(tl.int32), 0)
 
 
 @triton.jit
-def _any(flags):
-    """Return 1 when any element is true, else 0."""
-    flags = flags.to(tl.int32)
-    if len(flags.shape) == 2:
-        flags = tl.max(flags, 1)
-    return tl.max(flags, 0)
-
-
-@triton.jit
-def _absent(parts, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Return 1 when a word of a peer has not arrived, 0 when all have."""
-    # A rank's own part is never all ones.
-    absent = parts[RANK] == -1
-    for n in tl.static_range(SIZE):
-        if n != RANK:
-            absent = absent | (parts[n] == -1)
-    return _any(absent)
-
-
-@triton.jit
-def _silent(parts, SIZE: tl.constexpr):
-    """Return a bit for each rank of which a word has not arrived."""
-    silent = tl.full([], 0, tl.int32)
-    for n in tl.static_range(SIZE):
-        silent = silent | (_any(parts[n] == -1) << n)
-    return silent
-
-
-@triton.jit
-def _give_up(addresses_ptr, host_ptr, count, silent, record,
+def _give_up(addresses, host_ptr, count, silent, record,
              RANK: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):  # fmt: skip
     """Tell this host and, if none did yet, all ranks; return the record, silent ranks' if 0."""
     if record == 0:
         call = (count >> COUNT_SHIFT) & ((1 << 38) - 1)
         record = (call << 24) | (RANK << 16) | silent
         for n in tl.static_range(SIZE):
-            there = tl.load(addresses_ptr + n).to(tl.pointer_type(tl.int64))
+            there = addresses[n].to(tl.pointer_type(tl.int64))
             _store_through(there + FAILURE_WORD, record, None, ARCH)
     tl.store(host_ptr, record)
     return record
@@ -223,22 +201,181 @@ def _look(control_ptr, polls, since, timeout_ns, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _elements(tile, BLOCK: tl.constexpr):
-    """Return the numbers of a tile's elements, int64."""
-    # Added to a tensor, since the interpreter counts loops in plain ints.
-    return (tl.zeros([BLOCK], tl.int64) + tile) * BLOCK + tl.arange(0, BLOCK)
+def _load_words(pointers, offset, mask, HALVES: tl.constexpr):
+    """Return the words at these offsets; HALVES: of a pointer to 16 bits, each word from two."""
+    if HALVES:
+        low = tl.load(pointers + 2 * offset, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(pointers + 2 * offset + 1, mask=mask, other=0).to(tl.int32) << 16
+        words = high | low
+    else:
+        words = tl.load(pointers + offset, mask=mask, other=0)
+    return words
 
 
 @triton.jit
-def _to_fp32(bits, KIND: tl.constexpr):
-    """Return the numbers that bits stand for."""
-    if KIND == "bf16":
-        numbers = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def _numbers(words, KIND: tl.constexpr):
+    """Return what words [W] hold as fp32 [W, 2], or [W, 1] where a word is one number."""
+    if KIND == "bf16x2":
+        low, high = words << 16, words & -65536
+        numbers = tl.join(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+    elif KIND == "fp16x2":
+        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+        numbers = tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+        numbers = numbers.to(tl.float32)
+    elif KIND == "bf16":
+        numbers = (words.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
     elif KIND == "fp16":
-        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32)
+        numbers = words.to(tl.float16, bitcast=True).to(tl.float32)[:, None]
     else:
-        numbers = bits.to(tl.float32, bitcast=True)
+        numbers = words.to(tl.float32, bitcast=True)[:, None]
     return numbers
+
+
+@triton.jit
+def _load_rows(out_ptr, lse_ptr, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
+               first, num_rows, FIRST_RANK: tl.constexpr, RANKS: tl.constexpr,
+               NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+               BLOCK_W: tl.constexpr, HALVES: tl.constexpr, INDEX: tl.constexpr):  # fmt: skip
+    """Return what this rank has for RANKS ranks: (outs, LSE bits), row by row, rank by rank.
+
+    Sendable already: neither holds all ones. Rows past the last are 0, -inf.
+    """
+    offs_w = tl.arange(0, BLOCK_W)
+    outs, lses = (), ()
+    for i in tl.static_range(ROWS):
+        row = first + i
+        t, h = (row // NUM_HEADS).to(INDEX), (row % NUM_HEADS).to(INDEX)
+        mask_w = offs_w < tl.where(row < num_rows, WIDTH, 0)
+        for n in tl.static_range(RANKS):
+            head = (FIRST_RANK + n) * NUM_HEADS + h
+            start = out_ptr + (t * stride_out_t + head * stride_out_h)
+            outs = outs + (_load_words(start, offs_w, mask_w, HALVES),)
+            start = lse_ptr + (t * stride_lse_t + head * stride_lse_h)
+            lses = lses + (tl.load(start, mask=row < num_rows, other=float("-inf")),)
+    sendable_outs, sendable_lses = (), ()
+    for i in tl.static_range(ROWS * RANKS):
+        sendable_outs = sendable_outs + (_sendable(outs[i]),)
+        # Clean, no LSE is NaN, so its bits are not all ones.
+        lse = clean_lse(lses[i]).to(tl.int32, bitcast=True)
+        sendable_lses = sendable_lses + (lse,)
+    return sendable_outs, sendable_lses
+
+
+@triton.jit
+def _send_rows(outs, lses, addresses, offset_out, offset_lse, first, num_rows, word,
+               RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+               BLOCK_W: tl.constexpr, ARCH: tl.constexpr):  # fmt: skip
+    """Store every peer's rows at these offsets in its mailbox, in words like `word`."""
+    offs_w = tl.arange(0, BLOCK_W)
+    for n in tl.static_range(SIZE):
+        if n != RANK:
+            far_out = tl.multiple_of(addresses[n].to(tl.pointer_type(word)), 16) + offset_out
+            far_lse = tl.multiple_of(addresses[n].to(tl.pointer_type(tl.int32)), 16) + offset_lse
+            for i in tl.static_range(ROWS):
+                row = first + i
+                mask_w = offs_w < tl.where(row < num_rows, WIDTH, 0)
+                far_row = far_out + row.to(offset_out.dtype) * WIDTH + offs_w
+                _store_through(far_row, outs[i * SIZE + n], mask_w, ARCH)
+                _store_through(far_lse + row, lses[i * SIZE + n], row < num_rows, ARCH)
+
+
+@triton.jit
+def _load_slots(slots_out, slots_lse, stride_slot_out, stride_slot_lse, first, num_rows,
+                my_outs, my_lses, RANK: tl.constexpr, SIZE: tl.constexpr,
+                WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
+                ARCH: tl.constexpr):  # fmt: skip
+    """Return what the slots hold now: (outs, LSE bits), row by row, rank by rank, own included."""
+    offs_w = tl.arange(0, BLOCK_W)
+    outs, lses = (), ()
+    for i in tl.static_range(ROWS):
+        row = first + i
+        mask_w = offs_w < tl.where(row < num_rows, WIDTH, 0)
+        out_ptrs = slots_out + row.to(stride_slot_out.dtype) * WIDTH + offs_w
+        for n in tl.static_range(SIZE):
+            if n == RANK:
+                outs, lses = outs + (my_outs[i],), lses + (my_lses[i],)
+            else:
+                part = _load_fresh(out_ptrs + n * stride_slot_out, mask_w, 0, ARCH)
+                lse_ptr = slots_lse + row + n * stride_slot_lse
+                outs = outs + (part,)
+                lses = lses + (_load_fresh(lse_ptr, row < num_rows, 0, ARCH),)
+    return outs, lses
+
+
+@triton.jit
+def _absent_rows(outs, lses, COUNT: tl.constexpr):
+    """Return 1 when a word of any of these parts has not arrived, 0 when all have."""
+    absent = (lses[0] == -1).to(tl.int32)
+    for i in tl.static_range(1, COUNT):
+        absent = absent | (lses[i] == -1).to(tl.int32)
+    return absent | _absent(outs, COUNT)
+
+
+@triton.jit
+def _merge_rows(my_outs, my_lses, merged_out_ptr, merged_lse_ptr, slots_out, slots_lse,
+                stride_slot_out, stride_slot_lse, first, num_rows, control_ptr, addresses,
+                host_ptr, count, record, timeout_ns, RANK: tl.constexpr, SIZE: tl.constexpr,
+                WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
+                KIND: tl.constexpr, ARCH: tl.constexpr):  # fmt: skip
+    """Wait for ROWS rows of every peer, merge them, give the slots back; return the record."""
+    outs, lses = _load_slots(
+        slots_out, slots_lse, stride_slot_out, stride_slot_lse, first, num_rows,
+        my_outs, my_lses, RANK, SIZE, WIDTH, ROWS, BLOCK_W, ARCH,
+    )  # fmt: skip
+    absent = _any_lane(_absent_rows(outs, lses, ROWS * SIZE), ARCH)
+    over = (record != 0).to(tl.int32)
+    since = tl.full([], 0, tl.int64)
+    polls = tl.full([], 0, tl.int32)
+    while (absent != 0) & (over == 0):
+        outs, lses = _load_slots(
+            slots_out, slots_lse, stride_slot_out, stride_slot_lse, first, num_rows,
+            my_outs, my_lses, RANK, SIZE, WIDTH, ROWS, BLOCK_W, ARCH,
+        )  # fmt: skip
+        absent = _any_lane(_absent_rows(outs, lses, ROWS * SIZE), ARCH)
+        polls += 1
+        if polls % POLLS_A_LOOK == 0:
+            since, over = _look(control_ptr, polls, since, timeout_ns, ARCH)
+    if (absent != 0) | (record != 0):
+        record = _load_fresh(control_ptr + FAILURE_WORD, None, None, ARCH)
+        silent = tl.full([], 0, tl.int32)
+        for n in tl.static_range(SIZE):
+            for i in tl.static_range(ROWS):
+                part = (outs[i * SIZE + n],)
+                silent = silent | (_absent_rows(part, (lses[i * SIZE + n],), 1) << n)
+        silent = _any_lane(silent, ARCH)
+        record = _give_up(addresses, host_ptr, count, silent, record, RANK, SIZE, ARCH)
+
+    offs_w = tl.arange(0, BLOCK_W)
+    ones = tl.full([BLOCK_W], -1, my_outs[0].dtype)
+    # The numbers of a word lie side by side.
+    per_word: tl.constexpr = _numbers(my_outs[0], KIND).shape[1]
+    offs_d = tl.arange(0, BLOCK_W * per_word)
+    for i in tl.static_range(ROWS):
+        row = first + i
+        start = row.to(stride_slot_out.dtype) * WIDTH
+        mask_w = offs_w < tl.where(row < num_rows, WIDTH, 0)
+        lse_max = tl.full([], float("-inf"), tl.float32)
+        weight_sum = tl.full([], 0.0, tl.float32)
+        acc = tl.zeros_like(_numbers(my_outs[i], KIND))
+        for n in tl.static_range(SIZE):
+            part_lse = lses[i * SIZE + n].to(tl.float32, bitcast=True)
+            part_out = _numbers(outs[i * SIZE + n], KIND)
+            part_out = tl.where(part_lse == float("-inf"), 0.0, part_out)
+            weight, factor, lse_max, weight_sum = merge_step(part_lse, lse_max, weight_sum)
+            acc = acc * factor + part_out * weight
+            if n != RANK:
+                slot = slots_out + n * stride_slot_out + start + offs_w
+                _store_through(slot, ones, mask_w, ARCH)
+                slot = slots_lse + n * stride_slot_lse + row
+                _store_through(slot, -1, row < num_rows, ARCH)
+        lse, divisor = merged_lse(lse_max, weight_sum)
+        acc = tl.where(record != 0, float("nan"), acc / divisor)
+        lse = tl.where(record != 0, float("nan"), lse)
+        mask_d = offs_d < tl.where(row < num_rows, WIDTH * per_word, 0)
+        merged = tl.reshape(acc, [BLOCK_W * per_word]).to(merged_out_ptr.dtype.element_ty)
+        tl.store(merged_out_ptr + start * per_word + offs_d, merged, mask=mask_d)
+        tl.store(merged_lse_ptr + row, lse, mask=row < num_rows)
+    return record
 
 
 @triton.jit(do_not_specialize=["num_rows", "timeout_ns"])
@@ -265,120 +402,176 @@ def _reduce_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    INDEX: tl.constexpr,
+    LOOP: tl.constexpr,
     ARCH: tl.constexpr,
     WAIT_LAUNCH: tl.constexpr,
     SEND: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Grid (any,): programs share the tiles of BLOCK_ROWS rows, a row is (token, local head)."""
-    parity, count, record = _enter(control_ptr, ARCH, WAIT_LAUNCH)
-    offs_d = tl.arange(0, BLOCK_D)
-    num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
-    # int64: past 2^31 elements too.
-    stride_slot_out, stride_slot_lse = stride_slot_out.to(tl.int64), stride_slot_lse.to(tl.int64)
+    """Grid (any,): programs share the rows, ROWS at a time; a row is (token, local head).
+
+    A row is WIDTH words. Rows are one-dimensional tiles, unrolled: their index arithmetic and
+    their LSEs are the warp's, not each lane's. What comes from memory is asked for before any of
+    it is used; the first store waits for one trip.
+
+    INDEX counts words: int64 where int32 cannot. LOOP: there are more tiles than programs.
+    """
+    first = tl.program_id(0) * ROWS
+    _wait_launch(WAIT_LAUNCH)
+    count, record, addresses = _enter(control_ptr, addresses_ptr, SIZE, ARCH)
+    outs, lses = _load_rows(
+        out_ptr, lse_ptr, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, first, num_rows,
+        0, SIZE, NUM_HEADS, WIDTH, ROWS, BLOCK_W, HALVES, INDEX,
+    )  # fmt: skip
+    parity = ((count >> COUNT_SHIFT) & 1).to(INDEX)
+    stride_slot_out, stride_slot_lse = stride_slot_out.to(INDEX), stride_slot_lse.to(INDEX)
+    step = tl.num_programs(0) * ROWS
 
     if SEND:
+        slot = parity * SIZE + RANK
+        far_out = offset_out + slot * stride_slot_out
+        far_lse = offset_lse + slot * stride_slot_lse
         # After a failure nobody is written to any more.
         rows_to_send = tl.where(record == 0, num_rows, 0)
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            row = _elements(tile, BLOCK_ROWS)
-            t, h = row // NUM_HEADS, row % NUM_HEADS
-            mask_row = row < num_rows
-            mask = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
-            # All loads before the first store and none behind the record, so that they are in
-            # flight together; this rank's own heads too, which the merge finds in cache.
-            outs, lses = (), ()
-            for n in tl.static_range(SIZE):
-                head = n * NUM_HEADS + h
-                out_ptrs = out_ptr + (t * stride_out_t + head * stride_out_h)[:, None]
-                outs = outs + (tl.load(out_ptrs + offs_d[None, :], mask=mask, other=0),)
-                lse_ptrs = lse_ptr + t * stride_lse_t + head * stride_lse_h
-                lses = lses + (tl.load(lse_ptrs, mask=mask_row, other=float("-inf")),)
-            mask_row = row < rows_to_send
-            mask = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
-            slot = parity * SIZE + RANK
-            for n in tl.static_range(SIZE):
-                if n != RANK:
-                    address = tl.load(addresses_ptr + n)
-                    far_out = address.to(tl.pointer_type(out_ptr.dtype.element_ty))
-                    far_lse = address.to(tl.pointer_type(tl.int32))
-                    far_out = tl.multiple_of(far_out, 16) + offset_out + slot * stride_slot_out
-                    far_lse = tl.multiple_of(far_lse, 16) + offset_lse + slot * stride_slot_lse
-                    far_rows = far_out + (row * HEAD_DIM)[:, None] + offs_d[None, :]
-                    _store_through(far_rows, _sendable(outs[n]), mask, ARCH)
-                    # Clean, no LSE is NaN, so its bits are not all ones.
-                    lse = clean_lse(lses[n]).to(tl.int32, bitcast=True)
-                    _store_through(far_lse + row, lse, mask_row, ARCH)
+        _send_rows(
+            outs, lses, addresses, far_out, far_lse, first, rows_to_send,
+            own_out_ptr.dtype.element_ty, RANK, SIZE, WIDTH, ROWS, BLOCK_W, ARCH,
+        )  # fmt: skip
+        if LOOP:
+            later = first + step
+            while later < num_rows:
+                more_outs, more_lses = _load_rows(
+                    out_ptr, lse_ptr, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
+                    later, num_rows, 0, SIZE, NUM_HEADS, WIDTH, ROWS, BLOCK_W, HALVES, INDEX,
+                )  # fmt: skip
+                _send_rows(
+                    more_outs, more_lses, addresses, far_out, far_lse, later, rows_to_send,
+                    own_out_ptr.dtype.element_ty, RANK, SIZE, WIDTH, ROWS, BLOCK_W, ARCH,
+                )  # fmt: skip
+                later += step
 
     if MERGE:
-        own_out = own_out_ptr + offset_out + parity * SIZE * stride_slot_out
-        own_lse = own_lse_ptr + offset_lse + parity * SIZE * stride_slot_lse
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            row = _elements(tile, BLOCK_ROWS)
-            t, h = row // NUM_HEADS, RANK * NUM_HEADS + row % NUM_HEADS
-            mask_row = row < num_rows
-            mask = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
-            # This rank's own part, on its way while the peers' are waited for.
-            out_ptrs = out_ptr + (t * stride_out_t + h * stride_out_h)[:, None] + offs_d[None, :]
-            my_out = _sendable(tl.load(out_ptrs, mask=mask, other=0))
-            lse_ptrs = lse_ptr + t * stride_lse_t + h * stride_lse_h
-            my_lse = clean_lse(tl.load(lse_ptrs, mask=mask_row, other=float("-inf")))
-            my_lse = my_lse.to(tl.int32, bitcast=True)
-
-            slots_out = own_out + (row * HEAD_DIM)[:, None] + offs_d[None, :]
-            slots_lse = own_lse + row
-            outs = _load_parts(slots_out, stride_slot_out, mask, my_out, RANK, SIZE, ARCH)
-            lses = _load_parts(slots_lse, stride_slot_lse, mask_row, my_lse, RANK, SIZE, ARCH)
-            absent = _any_lane(_absent(outs, RANK, SIZE) | _absent(lses, RANK, SIZE), ARCH)
-            over = (record != 0).to(tl.int32)
-            since = tl.full([], 0, tl.int64)
-            polls = tl.full([], 0, tl.int32)
-            while (absent != 0) & (over == 0):
-                outs = _load_parts(slots_out, stride_slot_out, mask, my_out, RANK, SIZE, ARCH)
-                lses = _load_parts(slots_lse, stride_slot_lse, mask_row, my_lse, RANK, SIZE, ARCH)
-                absent = _any_lane(_absent(outs, RANK, SIZE) | _absent(lses, RANK, SIZE), ARCH)
-                polls += 1
-                if polls % POLLS_A_LOOK == 0:
-                    since, over = _look(control_ptr, polls, since, timeout_ns, ARCH)
-            if (absent != 0) | (record != 0):
-                record = _load_fresh(control_ptr + FAILURE_WORD, None, None, ARCH)
-                silent = _any_lane(_silent(outs, SIZE) | _silent(lses, SIZE), ARCH)
-                record = _give_up(addresses_ptr, host_ptr, count, silent, record, RANK, SIZE, ARCH)
-
-            lse_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-            acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-            ones = tl.full([BLOCK_ROWS, BLOCK_D], -1, out_ptr.dtype.element_ty)
-            for n in tl.static_range(SIZE):
-                part_lse = lses[n].to(tl.float32, bitcast=True)
-                part_out = _to_fp32(outs[n], KIND)
-                part_out = tl.where((part_lse == float("-inf"))[:, None], 0.0, part_out)
-                weight, factor, lse_max, weight_sum = merge_step(part_lse, lse_max, weight_sum)
-                acc = acc * factor[:, None] + part_out * weight[:, None]
-                if n != RANK:
-                    _store_through(slots_out + n * stride_slot_out, ones, mask, ARCH)
-                    _store_through(slots_lse + n * stride_slot_lse, -1, mask_row, ARCH)
-            lse, divisor = merged_lse(lse_max, weight_sum)
-            acc = acc / divisor[:, None]
-            acc = tl.where(record != 0, float("nan"), acc)
-            lse = tl.where(record != 0, float("nan"), lse)
-            merged_ptrs = merged_out_ptr + (row * HEAD_DIM)[:, None] + offs_d[None, :]
-            tl.store(merged_ptrs, acc.to(merged_out_ptr.dtype.element_ty), mask=mask)
-            tl.store(merged_lse_ptr + row, lse, mask=mask_row)
+        slots_out = own_out_ptr + offset_out + parity * SIZE * stride_slot_out
+        slots_lse = own_lse_ptr + offset_lse + parity * SIZE * stride_slot_lse
+        my_outs, my_lses = (), ()
+        for i in tl.static_range(ROWS):
+            my_outs = my_outs + (outs[i * SIZE + RANK],)
+            my_lses = my_lses + (lses[i * SIZE + RANK],)
+        record = _merge_rows(
+            my_outs, my_lses, merged_out_ptr, merged_lse_ptr, slots_out, slots_lse,
+            stride_slot_out, stride_slot_lse, first, num_rows, control_ptr, addresses, host_ptr,
+            count, record, timeout_ns, RANK, SIZE, WIDTH, ROWS, BLOCK_W, KIND, ARCH,
+        )  # fmt: skip
+        if LOOP:
+            later = first + step
+            while later < num_rows:
+                my_outs, my_lses = _load_rows(
+                    out_ptr, lse_ptr, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
+                    later, num_rows, RANK, 1, NUM_HEADS, WIDTH, ROWS, BLOCK_W, HALVES, INDEX,
+                )  # fmt: skip
+                record = _merge_rows(
+                    my_outs, my_lses, merged_out_ptr, merged_lse_ptr, slots_out, slots_lse,
+                    stride_slot_out, stride_slot_lse, later, num_rows, control_ptr, addresses,
+                    host_ptr, count, record, timeout_ns, RANK, SIZE, WIDTH, ROWS, BLOCK_W, KIND,
+                    ARCH,
+                )  # fmt: skip
+                later += step
         _leave(control_ptr)
 
 
 @triton.jit
-def _within_token(rest, stride_q_h, HEAD_DIM: tl.constexpr, DENSE: tl.constexpr):
-    """Return where the rest-th element of a token lies behind its first one."""
-    offset = rest
-    if not DENSE:
-        offset = rest // HEAD_DIM * stride_q_h + rest % HEAD_DIM
-    return offset
+def _load_q(q_ptr, stride_q_t, stride_q_h, tile, num_tokens, WIDTH: tl.constexpr,
+            HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
+            DENSE: tl.constexpr, INDEX: tl.constexpr):  # fmt: skip
+    """Return a tile of q's words, counted without gaps, all ones made sendable."""
+    word = tile.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    t, rest = word // WIDTH, word % WIDTH
+    start, mask = q_ptr + t * stride_q_t, t < num_tokens
+    if DENSE:
+        words = _load_words(start, rest, mask, HALVES)
+    elif HALVES:
+        low, high = 2 * rest, 2 * rest + 1
+        low = low // HEAD_DIM * stride_q_h + low % HEAD_DIM
+        high = high // HEAD_DIM * stride_q_h + high % HEAD_DIM
+        low = tl.load(start + low, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        words = (tl.load(start + high, mask=mask, other=0).to(tl.int32) << 16) | low
+    else:
+        # HEAD_DIM counts words here.
+        within = rest // HEAD_DIM * stride_q_h + rest % HEAD_DIM
+        words = tl.load(start + within, mask=mask, other=0)
+    return _sendable(words)
+
+
+@triton.jit
+def _send_q(words, addresses, offset, tile, num_tokens,
+            RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+            ARCH: tl.constexpr, INDEX: tl.constexpr):  # fmt: skip
+    """Store a tile at this offset in every peer's mailbox."""
+    word = tile.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    mask = word // WIDTH < num_tokens
+    for n in tl.static_range(SIZE):
+        if n != RANK:
+            far = tl.multiple_of(addresses[n].to(tl.pointer_type(words.dtype)), 16) + offset
+            _store_through(far + word, words, mask, ARCH)
+
+
+@triton.jit
+def _load_parts(slots, stride_slot, mask, mine,
+                RANK: tl.constexpr, SIZE: tl.constexpr, ARCH: tl.constexpr):  # fmt: skip
+    """Return what the slots hold now, a tensor a rank, own included."""
+    parts = ()
+    for n in tl.static_range(SIZE):
+        if n == RANK:
+            parts = parts + (mine,)
+        else:
+            parts = parts + (_load_fresh(slots + n * stride_slot, mask, 0, ARCH),)
+    return parts
+
+
+@triton.jit
+def _collect_q(mine, gathered_ptr, slots, stride_slot, tile, num_tokens, control_ptr, addresses,
+               host_ptr, count, record, timeout_ns, RANK: tl.constexpr, SIZE: tl.constexpr,
+               WIDTH: tl.constexpr, BLOCK: tl.constexpr, ARCH: tl.constexpr,
+               INDEX: tl.constexpr):  # fmt: skip
+    """Wait for a tile of every peer, put all together, give the slots back; return the record."""
+    word = tile.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    t, rest = word // WIDTH, word % WIDTH
+    mask = t < num_tokens
+    slots += word
+    parts = _load_parts(slots, stride_slot, mask, mine, RANK, SIZE, ARCH)
+    absent = _any_lane(_absent(parts, SIZE), ARCH)
+    over = (record != 0).to(tl.int32)
+    since = tl.full([], 0, tl.int64)
+    polls = tl.full([], 0, tl.int32)
+    while (absent != 0) & (over == 0):
+        parts = _load_parts(slots, stride_slot, mask, mine, RANK, SIZE, ARCH)
+        absent = _any_lane(_absent(parts, SIZE), ARCH)
+        polls += 1
+        if polls % POLLS_A_LOOK == 0:
+            since, over = _look(control_ptr, polls, since, timeout_ns, ARCH)
+    if (absent != 0) | (record != 0):
+        record = _load_fresh(control_ptr + FAILURE_WORD, None, None, ARCH)
+        silent = tl.full([], 0, tl.int32)
+        for n in tl.static_range(SIZE):
+            silent = silent | (_absent((parts[n],), 1) << n)
+        silent = _any_lane(silent, ARCH)
+        record = _give_up(addresses, host_ptr, count, silent, record, RANK, SIZE, ARCH)
+
+    ones = tl.full([BLOCK], -1, mine.dtype)
+    gathered_ptrs = gathered_ptr + t * (SIZE * WIDTH) + rest
+    for n in tl.static_range(SIZE):
+        # All ones is NaN.
+        part = tl.where(record != 0, ones, parts[n])
+        tl.store(gathered_ptrs + n * WIDTH, part, mask=mask)
+        if n != RANK:
+            _store_through(slots + n * stride_slot, ones, mask, ARCH)
+    return record
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "timeout_ns"])
@@ -398,70 +591,69 @@ def _gather_kernel(
     timeout_ns,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    HALVES: tl.constexpr,
     DENSE: tl.constexpr,
+    INDEX: tl.constexpr,
+    LOOP: tl.constexpr,
     ARCH: tl.constexpr,
     WAIT_LAUNCH: tl.constexpr,
     SEND: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Grid (any,): programs share the tiles of BLOCK elements of q [T, NUM_HEADS, HEAD_DIM]."""
-    parity, count, record = _enter(control_ptr, ARCH, WAIT_LAUNCH)
-    row_width: tl.constexpr = NUM_HEADS * HEAD_DIM
-    # int64: past 2^31 elements too.
-    stride_slot = stride_slot.to(tl.int64)
+    """Grid (any,): programs share the tiles of BLOCK words of q, of which a token has WIDTH.
+
+    INDEX counts words: int64 where int32 cannot. LOOP: there are more tiles than programs.
+    """
+    tile = tl.program_id(0)
+    _wait_launch(WAIT_LAUNCH)
+    count, record, addresses = _enter(control_ptr, addresses_ptr, SIZE, ARCH)
+    words = _load_q(
+        q_ptr, stride_q_t, stride_q_h, tile, num_tokens,
+        WIDTH, HEAD_DIM, BLOCK, HALVES, DENSE, INDEX,
+    )  # fmt: skip
+    parity = ((count >> COUNT_SHIFT) & 1).to(INDEX)
+    stride_slot = stride_slot.to(INDEX)
 
     if SEND:
+        far = offset + (parity * SIZE + RANK) * stride_slot
         # After a failure nobody is written to any more.
         tokens_to_send = tl.where(record == 0, num_tokens, 0)
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            element = _elements(tile, BLOCK)
-            t, rest = element // row_width, element % row_width
-            within = _within_token(rest, stride_q_h, HEAD_DIM, DENSE)
-            bits = tl.load(q_ptr + t * stride_q_t + within, mask=t < num_tokens, other=0)
-            bits, mask = _sendable(bits), t < tokens_to_send
-            for n in tl.static_range(SIZE):
-                if n != RANK:
-                    far = tl.load(addresses_ptr + n).to(tl.pointer_type(q_ptr.dtype.element_ty))
-                    far = tl.multiple_of(far, 16) + offset + (parity * SIZE + RANK) * stride_slot
-                    _store_through(far + element, bits, mask, ARCH)
+        _send_q(words, addresses, far, tile, tokens_to_send, RANK, SIZE, WIDTH, BLOCK, ARCH, INDEX)
+        if LOOP:
+            later = tile + tl.num_programs(0)
+            while later < num_tiles:
+                more = _load_q(
+                    q_ptr, stride_q_t, stride_q_h, later, num_tokens,
+                    WIDTH, HEAD_DIM, BLOCK, HALVES, DENSE, INDEX,
+                )  # fmt: skip
+                _send_q(
+                    more, addresses, far, later, tokens_to_send,
+                    RANK, SIZE, WIDTH, BLOCK, ARCH, INDEX,
+                )  # fmt: skip
+                later += tl.num_programs(0)
 
     if MERGE:
-        own = own_ptr + offset + parity * SIZE * stride_slot
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            element = _elements(tile, BLOCK)
-            t, rest = element // row_width, element % row_width
-            within = _within_token(rest, stride_q_h, HEAD_DIM, DENSE)
-            mask = t < num_tokens
-            mine = _sendable(tl.load(q_ptr + t * stride_q_t + within, mask=mask, other=0))
-
-            slots = own + element
-            parts = _load_parts(slots, stride_slot, mask, mine, RANK, SIZE, ARCH)
-            absent = _any_lane(_absent(parts, RANK, SIZE), ARCH)
-            over = (record != 0).to(tl.int32)
-            since = tl.full([], 0, tl.int64)
-            polls = tl.full([], 0, tl.int32)
-            while (absent != 0) & (over == 0):
-                parts = _load_parts(slots, stride_slot, mask, mine, RANK, SIZE, ARCH)
-                absent = _any_lane(_absent(parts, RANK, SIZE), ARCH)
-                polls += 1
-                if polls % POLLS_A_LOOK == 0:
-                    since, over = _look(control_ptr, polls, since, timeout_ns, ARCH)
-            if (absent != 0) | (record != 0):
-                record = _load_fresh(control_ptr + FAILURE_WORD, None, None, ARCH)
-                silent = _any_lane(_silent(parts, SIZE), ARCH)
-                record = _give_up(addresses_ptr, host_ptr, count, silent, record, RANK, SIZE, ARCH)
-
-            ones = tl.full([BLOCK], -1, q_ptr.dtype.element_ty)
-            gathered_ptrs = gathered_ptr + t * (SIZE * row_width) + rest
-            for n in tl.static_range(SIZE):
-                # All ones is NaN.
-                part = tl.where(record != 0, ones, parts[n])
-                tl.store(gathered_ptrs + n * row_width, part, mask=mask)
-                if n != RANK:
-                    _store_through(slots + n * stride_slot, ones, mask, ARCH)
+        slots = own_ptr + offset + parity * SIZE * stride_slot
+        record = _collect_q(
+            words, gathered_ptr, slots, stride_slot, tile, num_tokens, control_ptr, addresses,
+            host_ptr, count, record, timeout_ns, RANK, SIZE, WIDTH, BLOCK, ARCH, INDEX,
+        )  # fmt: skip
+        if LOOP:
+            later = tile + tl.num_programs(0)
+            while later < num_tiles:
+                words = _load_q(
+                    q_ptr, stride_q_t, stride_q_h, later, num_tokens,
+                    WIDTH, HEAD_DIM, BLOCK, HALVES, DENSE, INDEX,
+                )  # fmt: skip
+                record = _collect_q(
+                    words, gathered_ptr, slots, stride_slot, later, num_tokens, control_ptr,
+                    addresses, host_ptr, count, record, timeout_ns,
+                    RANK, SIZE, WIDTH, BLOCK, ARCH, INDEX,
+                )  # fmt: skip
+                later += tl.num_programs(0)
         _leave(control_ptr)
 
 
@@ -599,14 +791,11 @@ class ExchangeConfig:
     def from_payload(cls, payload_bytes: int, num_sms: int) -> ExchangeConfig:
         """Return the config for a payload of so many bytes a peer.
 
-        512 bytes fill a warp with one 16-byte load a lane. Twice as much while there are more than
-        2 programs a multiprocessor: they start later than the bytes take.
+        One warp to each of a multiprocessor's four schedulers, as far as the payload goes; more of
+        it makes larger tiles.
         """
-        if INTERPRETED:
-            # The interpreter pays by the program, not by what it holds.
-            return cls(tile_bytes=1 << 16, max_programs=4)
-        tile_bytes = 512
-        while payload_bytes > 2 * num_sms * tile_bytes and tile_bytes < 2048:
+        tile_bytes = 256
+        while payload_bytes > 4 * num_sms * tile_bytes and tile_bytes < 2048:
             tile_bytes *= 2
         return cls(tile_bytes=tile_bytes, max_programs=PROGRAMS_PER_SM * num_sms)
 
@@ -615,8 +804,27 @@ def _power_of_2_up_to(number: int) -> int:
     return 1 << number.bit_length() - 1
 
 
-def _bits_of(dtype: torch.dtype) -> torch.dtype:
-    return torch.int32 if dtype.itemsize == 4 else torch.int16
+def _spans_int32(*tensors: torch.Tensor) -> bool:
+    """Return whether every element's offset, and a little more, fits 32 bits."""
+    spans = [
+        sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        for t in tensors
+    ]
+    return max(spans) < 2**31 - 2**16
+
+
+def _in_words(tensor: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, bool]:
+    """Return (the tensor as integers, whether a word has to be put together from two of them).
+
+    A word is 32 bits: a number, or with `pairs` two of 16 bits; else a number of 16 bits.
+    """
+    if tensor.element_size() == 4:
+        return tensor.view(torch.int32), False
+    even = [tensor.storage_offset() % 2, tensor.data_ptr() % 4 // 2]
+    even += [stride % 2 for stride in tensor.stride()[:-1]]
+    if pairs and not any(even) and tensor.stride(-1) == 1:
+        return tensor.view(torch.int32), False
+    return tensor.view(torch.int16), pairs
 
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -640,40 +848,49 @@ def launch_reduce(
     """
     num_tokens, num_heads, head_dim = merged_out.shape
     num_rows = num_tokens * num_heads
-    bits = _bits_of(out.dtype)
-    block_d = triton.next_power_of_2(head_dim)
-    # At most what the registers of a warp hold of every rank's tile.
-    words = min(config.tile_bytes // out.element_size(), 4096 // mailbox.size)
-    block_rows = _power_of_2_up_to(max(words // block_d, 1))
+    # The same on all ranks: what a word is, not how a rank's tensors lie.
+    pairs = out.element_size() == 2 and head_dim % 2 == 0
+    word_bytes = 4 if pairs else out.element_size()
+    width = head_dim * out.element_size() // word_bytes
+    block_w = triton.next_power_of_2(width)
+    words = min(config.tile_bytes // word_bytes, MAX_TILE_WORDS // mailbox.size)
+    rows = _power_of_2_up_to(max(words // block_w, 1))
+    rows = min(rows, MAX_TILE_ROWS, triton.next_power_of_2(num_rows))
+    num_tiles = triton.cdiv(num_rows, rows)
+    source, halves = _in_words(out, pairs)
+    own = mailbox.memory.view(torch.int32 if word_bytes == 4 else torch.int16)
     rounded = interpreter_safe(merged_out)
     with torch.cuda.device_of(out):
-        _reduce_kernel[(min(triton.cdiv(num_rows, block_rows), config.max_programs),)](
-            out_ptr=out.view(bits),
+        _reduce_kernel[(min(num_tiles, config.max_programs),)](
+            out_ptr=source,
             lse_ptr=lse,
             merged_out_ptr=rounded,
             merged_lse_ptr=merged_lse,
-            own_out_ptr=mailbox.memory.view(bits),
+            own_out_ptr=own,
             own_lse_ptr=mailbox.memory.view(torch.int32),
             control_ptr=mailbox.control,
             addresses_ptr=mailbox.addresses,
             host_ptr=mailbox.record,
-            stride_out_t=out.stride(0),
-            stride_out_h=out.stride(1),
+            stride_out_t=source.stride(0),
+            stride_out_h=source.stride(1),
             stride_lse_t=lse.stride(0),
             stride_lse_h=lse.stride(1),
-            offset_out=mailbox.offsets[0] // bits.itemsize,
+            offset_out=mailbox.offsets[0] // word_bytes,
             offset_lse=mailbox.offsets[1] // 4,
-            stride_slot_out=mailbox.slot_bytes[0] // bits.itemsize,
+            stride_slot_out=mailbox.slot_bytes[0] // word_bytes,
             stride_slot_lse=mailbox.slot_bytes[1] // 4,
             num_rows=num_rows,
             timeout_ns=mailbox.timeout_ns,
             RANK=mailbox.rank,
             SIZE=mailbox.size,
             NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_ROWS=block_rows,
-            BLOCK_D=block_d,
-            KIND=KINDS[out.dtype],
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK_W=block_w,
+            KIND=KINDS[out.dtype] + ("x2" if pairs else ""),
+            HALVES=halves,
+            INDEX=tl.int32 if _spans_int32(source, lse, own) else tl.int64,
+            LOOP=num_tiles > config.max_programs,
             ARCH=mailbox.arch,
             WAIT_LAUNCH=config.wait_launch,
             SEND=send,
@@ -700,31 +917,45 @@ def launch_gather(
     without `send` or `merge`, for ranks of one process.
     """
     num_tokens, num_heads, head_dim = q.shape
-    bits = _bits_of(q.dtype)
-    block = _power_of_2_up_to(min(config.tile_bytes // q.element_size(), 4096 // mailbox.size))
-    num_tiles = triton.cdiv(q.numel(), block)
+    # The same on all ranks: what a word is, not how a rank's tensors lie.
+    pairs = q.element_size() == 2 and num_heads * head_dim % 2 == 0
+    word_bytes = 4 if pairs else q.element_size()
+    width = num_heads * head_dim * q.element_size() // word_bytes
+    # One run a token: words cross from head to head, whatever head_dim is.
+    dense = num_heads == 1 or q.stride(1) == head_dim
+    # Pairs that cross a head's end lie together only where heads do.
+    source, halves = _in_words(q.flatten(1) if dense else q, pairs)
+    if not dense and pairs and head_dim % 2:
+        source, halves = q.view(torch.int16), True
+    block = min(config.tile_bytes // word_bytes, MAX_TILE_WORDS // mailbox.size)
+    block = _power_of_2_up_to(block)
+    num_tiles = triton.cdiv(num_tokens * width, block)
+    own = mailbox.memory.view(torch.int32 if word_bytes == 4 else torch.int16)
+    result = gathered.flatten(1).view(own.dtype)
     with torch.cuda.device_of(q):
         _gather_kernel[(min(num_tiles, config.max_programs),)](
-            q_ptr=q.view(bits),
-            gathered_ptr=gathered.view(bits),
-            own_ptr=mailbox.memory.view(bits),
+            q_ptr=source,
+            gathered_ptr=result,
+            own_ptr=own,
             control_ptr=mailbox.control,
             addresses_ptr=mailbox.addresses,
             host_ptr=mailbox.record,
-            stride_q_t=q.stride(0),
-            stride_q_h=q.stride(1),
-            offset=mailbox.offsets[0] // bits.itemsize,
-            stride_slot=mailbox.slot_bytes[0] // bits.itemsize,
+            stride_q_t=source.stride(0),
+            stride_q_h=0 if dense else source.stride(1),
+            offset=mailbox.offsets[0] // word_bytes,
+            stride_slot=mailbox.slot_bytes[0] // word_bytes,
             num_tokens=num_tokens,
             num_tiles=num_tiles,
             timeout_ns=mailbox.timeout_ns,
             RANK=mailbox.rank,
             SIZE=mailbox.size,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
+            WIDTH=width,
+            HEAD_DIM=head_dim if halves else head_dim * q.element_size() // word_bytes,
             BLOCK=block,
-            # One run a token: vectors cross from head to head, whatever head_dim is.
-            DENSE=num_heads == 1 or q.stride(1) == head_dim,
+            HALVES=halves,
+            DENSE=dense,
+            INDEX=tl.int32 if _spans_int32(source, result, own) else tl.int64,
+            LOOP=num_tiles > config.max_programs,
             ARCH=mailbox.arch,
             WAIT_LAUNCH=config.wait_launch,
             SEND=send,
