@@ -95,7 +95,7 @@ def test_nvidia_moves_vectors_and_never_fences() -> None:
     for build in of("sm_90"):
         ptx = build["asm"]
         # A lane of 32 has 8 bytes of a row of 128 numbers, 32 of 512.
-        reduces = build["kernel"] == "_reduce_kernel"
+        reduces = build["kernel"] == "_direct_reduce_kernel"
         wide = "v4" if reduces and build["head_dim"] == 512 else "v2"
         assert f"st.global.{wide}.b32" in ptx
         # Volatile: in every turn of the wait anew, past L1.

@@ -55,7 +55,7 @@ def test_one_launch_without_allocation_or_sync() -> None:
         assert result["quiet"] == 0
         for kind in ("contiguous", "transposed"):
             names = result["launches"][kind]
-            assert len(names) == 1 and "_reduce_kernel" in names[0], names
+            assert len(names) == 1 and "_direct_reduce_kernel" in names[0], names
 
 
 def test_captured_buffers_stay() -> None:

@@ -266,7 +266,13 @@ AMD_KERNELS = table(
 COMPILED = {"amd_kernels": AMD_KERNELS}
 
 # A measured table is named KIND_MACHINE; tables of one kind share their columns.
-MEASURED = {"decode": record.DECODE, "peers": PEERS, "probe": PROBE, "vllm": VLLM}
+MEASURED = {
+    "decode": record.DECODE,
+    "peers": PEERS,
+    "probe": PROBE,
+    "reduce": record.REDUCE,
+    "vllm": VLLM,
+}
 
 
 def published_serve() -> pd.DataFrame:

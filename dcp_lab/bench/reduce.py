@@ -36,7 +36,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from dcp_lab.analysis.tables import data_dir
+from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.exchange import PROGRAMS_PER_SM, ExchangeConfig
@@ -647,7 +647,7 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
     options = parser.parse_args(args)
-    out = options.out or data_dir() / "measured" / "reduce_h200x2.csv"
+    out = options.out or measured_path("reduce_h200x2")
     if options.gate:
         return _gate(out)
     try:

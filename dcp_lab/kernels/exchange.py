@@ -5,11 +5,13 @@ Every rank owns a mailbox, memory that its peers write into:
     control   word 0: launches so far, in units of 2^16; word 16: the failure record, 0 = none
     regions   [parity 2][source rank][slot], one region a kind of payload
 
-`_reduce_kernel` sends every peer the rows of that peer's heads, out and fp32 LSE bits, and merges
-what the peers sent with its own: slot [token][local head][head_dim] for out, [token][local head]
-for the LSE. `_gather_kernel` sends its q to every peer and puts the parts together. Both go
-through three steps in one program: it stores its rows into the slots of the peers, it polls its
-own slots until the same rows of every peer are there, and it uses them and marks the slots unused.
+`_direct_reduce_kernel` sends every peer the rows of that peer's heads, out and fp32 LSE bits, and
+merges what the peers sent with its own: slot [token][local head][head_dim] for out, [token][local
+head] for the LSE. `_direct_gather_kernel` sends its q to every peer and puts the parts together.
+Both go through three steps in one program: it stores its rows into the slots of the peers, it
+polls its own slots until the same rows of every peer are there, and it uses them and marks the
+slots unused. A payload word is 32 bits: two numbers of a 16-bit dtype where a row has an even
+number of them, else one number of 16 or 32 bits.
 
 **No flags.** A word of a slot that nobody wrote is all ones. A sender never writes that word (all
 ones is a NaN; it sends another NaN for it), so a word that reads otherwise has arrived. Each word
@@ -379,7 +381,7 @@ def _merge_rows(my_outs, my_lses, merged_out_ptr, merged_lse_ptr, slots_out, slo
 
 
 @triton.jit(do_not_specialize=["num_rows", "timeout_ns"])
-def _reduce_kernel(
+def _direct_reduce_kernel(
     out_ptr,
     lse_ptr,
     merged_out_ptr,
@@ -575,7 +577,7 @@ def _collect_q(mine, gathered_ptr, slots, stride_slot, tile, num_tokens, control
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "timeout_ns"])
-def _gather_kernel(
+def _direct_gather_kernel(
     q_ptr,
     gathered_ptr,
     own_ptr,
@@ -861,7 +863,7 @@ def launch_reduce(
     own = mailbox.memory.view(torch.int32 if word_bytes == 4 else torch.int16)
     rounded = interpreter_safe(merged_out)
     with torch.cuda.device_of(out):
-        _reduce_kernel[(min(num_tiles, config.max_programs),)](
+        _direct_reduce_kernel[(min(num_tiles, config.max_programs),)](
             out_ptr=source,
             lse_ptr=lse,
             merged_out_ptr=rounded,
@@ -933,7 +935,7 @@ def launch_gather(
     own = mailbox.memory.view(torch.int32 if word_bytes == 4 else torch.int16)
     result = gathered.flatten(1).view(own.dtype)
     with torch.cuda.device_of(q):
-        _gather_kernel[(min(num_tiles, config.max_programs),)](
+        _direct_gather_kernel[(min(num_tiles, config.max_programs),)](
             q_ptr=source,
             gathered_ptr=result,
             own_ptr=own,
