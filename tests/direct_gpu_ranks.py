@@ -208,9 +208,9 @@ def alive(rank: int, size: int) -> dict[str, Any]:
 
 
 def far(rank: int) -> list[AttnState]:
-    """Calls on slots that lie past the mailbox's 2^31st element, in both parities."""
+    """Calls on slots that lie past the mailbox's 2^31st word of 32 bits, in both parities."""
     shape = (2, NUM_Q_HEADS, 512, DTYPE)
-    max_tokens = 2**31 // (NUM_Q_HEADS // 2 * 512) // 3 + 1
+    max_tokens = 2**31 // (NUM_Q_HEADS // 2 * 256) // 3 + 1
     exchange, state = reducer(max_tokens, head_dim=512), random_state(shape, rank, "cuda")
     return [to_cpu(exchange(state)) for _ in range(3)]
 

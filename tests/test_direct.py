@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -37,6 +39,8 @@ from dcp_lab.testing import assert_within_budget
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="needs TRITON_INTERPRET=1: these ranks are CPU tensors"
 )
+# Named in the mmap module from Python 3.13 on.
+MAP_NORESERVE = 0x4000
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tiles of one or few rows and more tiles than programs: every loop turns more than once.
 SMALL = ExchangeConfig(tile_bytes=64, max_programs=2)
@@ -320,14 +324,18 @@ def test_all_ones_are_a_nan(dtype: torch.dtype) -> None:
         assert mailbox.record.item() == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is taken when touched")
 def test_offsets_past_two_to_the_31() -> None:
-    """Slots behind the 2^31st element of a mailbox are the ones that are used."""
+    """Slots behind the 2^31st word of a mailbox are the ones that are used."""
     size, num_heads, head_dim, dtype = 2, 1, 512, torch.float16
-    max_tokens = 2**31 // head_dim // 3 + 1
+    # Words of 32 bits.
+    max_tokens = 2**31 // (head_dim // 2) // 3 + 1
     payloads = (max_tokens * head_dim * 2, max_tokens * 4)
     offsets, slots, total = Mailbox.layout(size, payloads)
     # Only what is touched takes memory.
-    memories = [torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8) for _ in range(size)]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    maps = [mmap.mmap(-1, total, flags) for _ in range(size)]
+    memories = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
     mailboxes = [
         Mailbox(
@@ -350,8 +358,19 @@ def test_offsets_past_two_to_the_31() -> None:
     for mailbox in mailboxes:
         for region, words in ((0, torch.float16), (1, torch.float32)):
             mailbox.slots(region, words)[1, :, : 2 * head_dim].view(torch.uint8).fill_(255)
-    assert 3 * slots[0] // 2 > 2**31
+    assert 3 * slots[0] // 4 > 2**31
     assert same_bits(ranks.reduce(states), merged(states))
+    # The same memory as a gather's, its one region as large as both.
+    mailboxes = [
+        dataclasses.replace(mailbox, offsets=(offsets[0],), slot_bytes=(slots[0],))
+        for mailbox in mailboxes
+    ]
+    ranks.preset(1)
+    for mailbox in mailboxes:
+        mailbox.slots(0, torch.float16)[1, :, : 2 * head_dim].view(torch.uint8).fill_(255)
+    qs = [torch.randn(2, 1, head_dim).half() for _ in range(size)]
+    for gathered in gather_in_process(mailboxes, qs, WHOLE):
+        assert torch.equal(gathered, torch.cat(qs, 1))
 
 
 # ---------------------------------------------------------------------------- failures
@@ -637,15 +656,22 @@ class Group:
     group_name = "0"
 
 
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
 def test_no_symmetric_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch says where peers cannot be reached comes with what to do."""
 
+    before = os.environ.get(MULTICAST)
+
     def refuse(*size: object, **options: object) -> None:
+        assert os.environ[MULTICAST] == "1"
         raise RuntimeError("no peer access")
 
     monkeypatch.setattr("torch.distributed._symmetric_memory.empty", refuse)
     with pytest.raises(RuntimeError, match="no symmetric memory .* use 'a2a'.*: no peer access"):
-        direct._symmetric(16, torch.device("cuda", 0), Group())
+        direct.symmetric_buffer(16, torch.device("cuda", 0), Group())
+    assert os.environ.get(MULTICAST) == before
 
 
 def test_strange_symmetric_memory_is_refused() -> None:

@@ -132,7 +132,7 @@ def test_two_reducers_and_gathers_alive() -> None:
 
 
 def test_offsets_past_two_to_the_31() -> None:
-    """Slots behind a mailbox's 2^31st element are exchanged right."""
+    """Slots behind a mailbox's 2^31st word are exchanged right."""
     shape = (2, NUM_Q_HEADS, 512, DTYPE)
     for turn in range(3):
         assert_reduced(joined([result["far"][turn] for result in results()]), states_of(shape))
@@ -231,5 +231,5 @@ def test_all_gpus_of_the_machine() -> None:
     found = run_ranks("direct_gpu_ranks:reduces_like_a2a", size, backend="nccl", timeout_s=300)
     for pairs in found:
         for direct, a2a in pairs:
-            assert torch.equal(direct.lse, a2a.lse)
+            torch.testing.assert_close(direct.lse, a2a.lse, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(direct.out, a2a.out, rtol=2**-7, atol=2**-9)

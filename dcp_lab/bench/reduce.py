@@ -44,7 +44,7 @@ from dcp_lab.ops.device import device_of
 from dcp_lab.reducers import make_query_gather, make_reducer
 from dcp_lab.reducers.a2a import chunk_bytes
 from dcp_lab.reducers.ag_rs import all_gather, reduce_scatter
-from dcp_lab.reducers.direct import DirectReducer
+from dcp_lab.reducers.direct import DirectReducer, symmetric_buffer
 from dcp_lab.reducers.local_group import RankError, run_ranks
 from dcp_lab.reducers.queries import DirectQueryGather
 from dcp_lab.reference import reference_merge
@@ -97,6 +97,7 @@ class Variant:
         call: Does it once.
         sent_bytes: What one rank sends.
         result: Returns what one call of it on clean inputs gives: a state, gathered q, or both.
+        profiled: Whether its launches are counted, which takes the profiler a while.
     """
 
     op: str
@@ -104,6 +105,7 @@ class Variant:
     call: Callable[[], object]
     sent_bytes: int
     result: Callable[[], tuple[AttnState | None, torch.Tensor | None]] | None = None
+    profiled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,19 +325,17 @@ def sweep_variants(x: Inputs) -> list[Variant]:
         sizes = {"num_q_heads": shape.num_q_heads, "head_dim": shape.head_dim}
         sizes |= {"itemsize": q.dtype.itemsize, "ranks": x.size}
         sent = int(costs.a2a_bytes(shape.tokens, **sizes))
-        found.append(Variant("reduce", name, reduce, sent, lambda r=reduce: (r(), None)))
+        found.append(Variant("reduce", name, reduce, sent, lambda r=reduce: (r(), None), False))
         sent = int(costs.q_all_gather_bytes(shape.tokens, **sizes))
-        found.append(Variant("gather_queries", name, collect, sent, lambda c=collect: (None, c())))
+        found.append(
+            Variant("gather_queries", name, collect, sent, lambda c=collect: (None, c()), False)
+        )
     return found
 
 
 def link_gbps(rank: int, size: int, device: torch.device) -> float:
     """Return GB/s of a 64 MiB copy into the next rank's memory, all ranks at once; the slowest."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    group = dist.group.WORLD
-    buffer = symmetric_memory.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(buffer, group.group_name)
+    _, handle = buffer = symmetric_buffer(PROBE_BYTES, device, dist.group.WORLD)
     there = handle.get_buffer((rank + 1) % size, (PROBE_BYTES,), torch.uint8)
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
     times = []
@@ -351,6 +351,8 @@ def link_gbps(rank: int, size: int, device: torch.device) -> float:
     found: list[float] = [0.0] * size
     dist.all_gather_object(found, mine)
     dist.barrier()
+    # The peers have written into it until here.
+    del buffer
     return min(found)
 
 
@@ -447,11 +449,12 @@ def measure_shape(
     """
     errors = checked(x, variants)
     calls = {f"{v.op} {v.variant}": v.call for v in variants}
-    launches = {}
-    for key, call in calls.items():
-        call()
+    launches: dict[str, int | None] = {}
+    for v in variants:
+        key = f"{v.op} {v.variant}"
+        v.call()
         dist.barrier()
-        launches[key] = timing.kernel_launches(lambda _, call=call: call())
+        launches[key] = timing.kernel_launches(lambda _, v=v: v.call()) if v.profiled else None
     graphs = {
         key: timing.capture_layers(lambda _, call=call: call(), CALLS)
         for key, call in calls.items()
@@ -627,7 +630,7 @@ def show(rows: Sequence[Mapping[str, object]], shape: ReduceShape) -> str:
         graph, eager = modes["graph"], modes["eager"]
         lines.append(
             f"  {name:50} {graph['median_us']:8.2f} {eager['median_us']:8.1f} "
-            f"{eager['host_us']:8.1f} {graph['launches']:9}"
+            f"{eager['host_us']:8.1f} {graph['launches'] or '':9}"
         )
     return "\n".join(lines)
 

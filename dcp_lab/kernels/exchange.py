@@ -145,7 +145,8 @@ def _wait_launch(WAIT_LAUNCH: tl.constexpr):
 @triton.jit
 def _enter(control_ptr, addresses_ptr, SIZE: tl.constexpr, ARCH: tl.constexpr):
     """Return (word 0, failure record, where every rank's mailbox lies)."""
-    count = tl.load(control_ptr)
+    # Fresh: a program of the call before may have left the word in this multiprocessor's cache.
+    count = _load_fresh(control_ptr, None, None, ARCH)
     record = _load_fresh(control_ptr + FAILURE_WORD, None, None, ARCH)
     addresses = ()
     for n in tl.static_range(SIZE):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -188,7 +190,7 @@ class Link:
         with torch.cuda.device(device):
             _check_agreed(agreed, group, size)
             offsets, slots, total = Mailbox.layout(size, payload_bytes)
-            memory, handle = _symmetric(total, device, group)
+            memory, handle = symmetric_buffer(total, device, group)
             Mailbox.clear(memory)
             rank = dist.get_rank(group)
             addresses = _addresses(handle, size, memory, rank)
@@ -264,20 +266,40 @@ def _check_agreed(agreed: Mapping[str, object], group: dist.ProcessGroup, size: 
             fail(name, "the same on all ranks", given)
 
 
-def _symmetric(
+def symmetric_buffer(
     nbytes: int, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """Return (this rank's uint8 buffer, torch's handle of all ranks' buffers)."""
+    """Return (this rank's uint8 buffer, torch's handle of all ranks' buffers). Collective.
+
+    Raises:
+        RuntimeError: There is no symmetric memory over this group.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     try:
-        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        return memory, symmetric_memory.rendezvous(memory, group.group_name)
+        with _without_multicast():
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            return memory, symmetric_memory.rendezvous(memory, group.group_name)
     except RuntimeError as error:
         raise RuntimeError(
             "direct: no symmetric memory over this group: every rank needs a GPU that reaches the "
             f"others' memory (one machine or one NVLink domain); use 'a2a'. torch says: {error}"
         ) from error
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Let torch make no multicast object: nothing here uses one, and not every machine may."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _addresses(handle: Any, size: int, memory: torch.Tensor, rank: int) -> list[int]:
