@@ -318,9 +318,17 @@ def _replayable(
     """Return the step in a form that can be replayed, and what stands against it."""
     if device_type == "cpu":
         return record(step, warmup=0, device="cpu"), []
-    try:
+    traces: list[Trace] = []
+
+    def watched_step() -> Any:
+        # Only the step: beginning a capture allocates the random generator's 8-byte state, which
+        # is torch's own and lies outside the pool.
         with watching("cuda") as trace:
-            graph = captured(step, pool=None, stream=torch.cuda.Stream(), keeps=())
+            traces.append(trace)
+            return step()
+
+    try:
+        graph = captured(watched_step, pool=None, stream=torch.cuda.Stream(), keeps=())
     except CaptureError as error:
         return None, [Finding(Cause.CAPTURE_FAILED, str(error), error.where)]
     segments = [
@@ -330,7 +338,7 @@ def _replayable(
     ]
     return graph, [
         Finding(Cause.ALLOCATION, f"{made.nbytes} bytes outside the graph's pool", made.where)
-        for made in trace.made.values()
+        for made in traces[0].made.values()
         if made.device_type == "cuda"
         and made.nbytes
         and not any(made.address in segment for segment in segments)

@@ -20,6 +20,8 @@ _ABANDONED: list[torch.cuda.CUDAGraph] = []
 _HINTS = {
     "called a synchronizing": "the host waits for the device here: keep the value on the device, "
     "or read it before the step",
+    "CPU and CUDA tensors during": "the host waits for the device here: keep the value on the "
+    "device, or read it before the step",
     "unjoined": "work that the step started on another stream was not waited for: a collective or "
     "a side stream without its wait",
     "is capturing": "this call is forbidden during capture: move it out of the step",
