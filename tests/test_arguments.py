@@ -54,7 +54,7 @@ def test_strides_are_of_page_token_and_head(layout: str) -> None:
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     changes = {"k_cache": k_cache, "v_cache": v_cache, "kv_layout": layout}
     a = check_decode_arguments(**arguments(**changes))
-    assert a.k_strides == a.v_strides == (8 * 2 * 48, 2 * 48, 48)
+    assert a.k_strides[:3] == a.v_strides[:3] == (8 * 2 * 48, 2 * 48, 48)
     assert (a.page_size, a.num_kv_heads) == (8, 2)
 
 
@@ -122,7 +122,7 @@ BAD = [
         r"head_dim \(of q\): expected a multiple of 16 up to 256, got 24",
     ),
     ("q", torch.zeros(5, 4, 64), r"k_cache: expected q's head_dim 64 as last dimension, got"),
-    ("q", torch.zeros(5, 4, 32).half(), r"k_cache: expected q's dtype float16, got float32"),
+    ("q", torch.zeros(5, 4, 32).half(), r"k_cache: expected q's dtype float16 or fp8, got float32"),
     ("k_cache", torch.zeros(6, 8, 2), r"k_cache: .* \[P, page, Hkv, D\], got float32 \[6, 8, 2\]"),
     ("k_cache", torch.zeros(6, 8, 2, 272), r"head_dim \(of k_cache\): .* <= 256, got 272"),
     ("k_cache", torch.zeros(6, 1025, 2, 32), r"page_size \(of k_cache\): .* <= 1024, got 1025"),
@@ -229,20 +229,43 @@ def test_a_window_under_a_shard_needs_global_lengths() -> None:
         check_decode_arguments(**single(shard=Shard(0, 2)), sliding_window=4)
 
 
+FP8 = {
+    "k_cache": torch.zeros(6, 8, 2, 32).to(torch.float8_e4m3fn),
+    "v_cache": torch.zeros(6, 8, 2, 16).to(torch.float8_e4m3fn),
+}
+SHUFFLED = {
+    "kv_layout": "SHUFFLE",
+    "k_cache": torch.zeros(6, 2, 8, 8, 4),
+    "v_cache": torch.zeros(6, 2, 2, 16, 4),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("changes", "message"),
     [
-        ("kv_layout", "SHUFFLE"),
-        ("k_cache", torch.zeros(6, 8, 2, 32).to(torch.float8_e4m3fn)),
-        ("v_cache", torch.zeros(6, 8, 2, 16).to(torch.float8_e4m3fnuz)),
-        ("k_scale", 0.5),
-        ("v_scale", torch.ones(2)),
+        ({"k_scale": 0.5}, r"k_scale: expected None with a float32 cache, got 0.5"),
+        ({**FP8, "v_scale": 0.0}, r"v_scale: expected a finite number > 0, got 0.0"),
+        ({**FP8, "k_scale": torch.ones(3)}, r"k_scale: .* 1 element or \[Hkv=2\], got float32"),
+        ({**FP8, "k_scale": torch.ones(2).half()}, r"k_scale: expected float32, got float16"),
+        ({**FP8, "v_cache": torch.zeros(6, 8, 2, 16)}, r"v_cache: expected float8_e4m3fn .*"),
+        ({**SHUFFLED, "k_cache": torch.zeros(6, 8, 2, 32)}, r"k_cache: .*\[P, Hkv, D/x, page, x"),
+        ({**SHUFFLED, "k_cache": torch.zeros(6, 2, 4, 8, 8)}, r"k_cache: expected x = .* = 4 as"),
+        ({**SHUFFLED, "k_cache": torch.zeros(6, 2, 8, 6, 4)}, r"page_size .* multiple of x=4"),
+        ({**SHUFFLED, "k_cache": torch.zeros(6, 2, 4, 8, 4)}, r"head_dim 32 as D/x \* x, got"),
+        ({**SHUFFLED, "v_cache": torch.zeros(6, 2, 8, 2, 4)}, r"v_cache: .*page/x=2, Dv, x=4\]"),
     ],
 )
-def test_what_is_missing_names_itself(name: str, value: object) -> None:
-    """What is not built yet is refused by name."""
-    with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
-        check_decode_arguments(**arguments(**{name: value}))
+def test_fp8_and_shuffled_caches_are_checked(changes: dict, message: str) -> None:
+    """A scale belongs to an fp8 cache, and SHUFFLE has its own shapes."""
+    with pytest.raises(ValueError, match=message):
+        check_decode_arguments(**arguments(**changes))
+
+
+def test_sizes_of_a_shuffled_cache() -> None:
+    """Sizes and strides of SHUFFLE are those of the tokens it holds."""
+    a = check_decode_arguments(**arguments(**SHUFFLED))
+    assert (a.num_kv_heads, a.page_size, a.head_dim, a.head_dim_v, a.chunk) == (2, 8, 32, 16, 4)
+    assert a.k_strides == (512, 4, 256, 32) and a.v_strides == (256, 64, 128, 4)
 
 
 def test_no_device_value_is_read() -> None:

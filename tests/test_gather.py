@@ -401,19 +401,3 @@ def test_bad_arguments_are_refused(name: str, value: object, message: str) -> No
     """A bad argument is named, with what was expected and what was given."""
     with pytest.raises(ValueError, match=message):
         gather_kv(**{**arguments(), name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("kv_layout", "SHUFFLE"),
-        ("k_cache", torch.zeros(4, 8, 2, 16).to(torch.float8_e4m3fn)),
-        ("v_cache", torch.zeros(4, 8, 2, 32).to(torch.float8_e4m3fnuz)),
-        ("k_scale", 0.5),
-        ("v_scale", torch.ones(2)),
-    ],
-)
-def test_what_is_missing_names_itself(name: str, value: object) -> None:
-    """What is not built yet is refused by name, never done some other way."""
-    with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
-        gather_kv(**{**arguments(), name: value})

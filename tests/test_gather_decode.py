@@ -303,9 +303,6 @@ def test_an_unprepared_workspace_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("kv_layout", "SHUFFLE"),
-        ("k_scale", 0.5),
-        ("v_scale", torch.ones(2)),
         ("sliding_window", 4),
         ("softcap", 30.0),
         ("sinks", torch.zeros(4)),
@@ -318,14 +315,6 @@ def test_what_is_missing_names_itself(name: str, value: object) -> None:
     case = PagedCase.build([5, 20], device=DEVICE)
     with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
         gather_decode(*case.tensors, **{name: value})
-
-
-def test_fp8_caches_name_themselves() -> None:
-    """An fp8 cache is refused by name."""
-    q, k_cache, v_cache, *rest = PagedCase.build([5, 20], device=DEVICE).tensors
-    fp8 = torch.float8_e4m3fn
-    with pytest.raises(NotImplementedError, match="k_cache=float8_e4m3fn .* is not supported"):
-        gather_decode(q, k_cache.to(fp8), v_cache.to(fp8), *rest)
 
 
 @pytest.mark.parametrize(

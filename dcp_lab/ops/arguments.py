@@ -20,6 +20,7 @@ from dcp_lab.ops.checks import (
 from dcp_lab.sharding import Shard
 
 KV_LAYOUTS = ("NHD", "HND", "SHUFFLE")
+CACHE_DTYPES = FLOAT_DTYPES + FP8_DTYPES
 MAX_HEAD_DIM = 256
 MAX_LORA_RANK = 512
 MAX_PAGE_SIZE = 1024
@@ -30,17 +31,20 @@ class KVCacheArguments:
     """A checked pair of paged caches.
 
     Attributes:
-        k_cache: [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), as given.
-        v_cache: The same with Dv.
-        kv_layout: "NHD" or "HND".
+        k_cache: As given, see check_kv_cache.
+        v_cache: As given.
+        kv_layout: "NHD", "HND" or "SHUFFLE".
         num_pages: P.
         page_size: Tokens a page.
         num_kv_heads: Hkv.
         head_dim: D.
         head_dim_v: Dv.
         k_strides: Elements from one (page, token, head) of K to the next, in that order whatever
-            the layout; the last dimension has stride 1.
-        v_strides: The same of V.
+            the layout, and from a run of chunk dims to the next; inside one the stride is 1.
+        v_strides: Elements from one (page, token, head, dim) of V to the next. Under SHUFFLE the
+            second is from a run of chunk tokens to the next; inside one the stride is 1.
+        chunk: x = 16 / itemsize under SHUFFLE, else 0.
+        k_scale, v_scale: As given: value = stored * scale. None unless the cache is fp8.
     """
 
     k_cache: torch.Tensor
@@ -51,8 +55,11 @@ class KVCacheArguments:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    k_strides: tuple[int, int, int]
-    v_strides: tuple[int, int, int]
+    k_strides: tuple[int, int, int, int]
+    v_strides: tuple[int, int, int, int]
+    chunk: int
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,42 +118,58 @@ def check_kv_cache(
     """Check a pair of paged caches and return it with its sizes.
 
     Args:
-        k_cache: [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), fp32, fp16 or bf16, any
-            strides with a contiguous last dimension.
-        v_cache: The same with Dv, same dtype and device.
-        kv_layout: "NHD" or "HND".
-        k_scale: None.
-        v_scale: None.
+        k_cache: [P, page, Hkv, D] (NHD), [P, Hkv, page, D] (HND) or [P, Hkv, D/x, page, x]
+            (SHUFFLE, x = 16 / itemsize), fp32, fp16, bf16 or fp8 (e4m3fn, e4m3fnuz), any strides
+            with a contiguous last dimension.
+        v_cache: The same with Dv, or [P, Hkv, page/x, Dv, x] (SHUFFLE); same dtype and device.
+        kv_layout: "NHD", "HND" or "SHUFFLE".
+        k_scale: Of an fp8 cache, key = stored * k_scale: a finite float > 0 or an fp32 tensor of 1
+            or of Hkv elements. Default: 1.
+        v_scale: The same of V.
         device: Where the caches have to be. Default: k_cache's device.
 
     Raises:
         ValueError: Something does not fit.
-        NotImplementedError: kv_layout "SHUFFLE", an fp8 cache or a scale.
     """
     if kv_layout not in KV_LAYOUTS:
         fail("kv_layout", f"one of {', '.join(map(repr, KV_LAYOUTS))}", kv_layout)
-    if kv_layout == "SHUFFLE":
-        unsupported("kv_layout", kv_layout, "use an NHD or HND cache")
-    page_axis, head_axis = (1, 2) if kv_layout == "NHD" else (2, 1)
-    shape = ["P", "page", "Hkv", "D"] if kv_layout == "NHD" else ["P", "Hkv", "page", "D"]
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if isinstance(cache, torch.Tensor) and cache.dtype in FP8_DTYPES:
-            unsupported(name, cache, "use a cache in fp32, fp16 or bf16")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            unsupported(name, scale, "leave it None; only an fp8 cache has a scale")
+    shuffled = kv_layout == "SHUFFLE"
+    page_axis, head_axis = {"NHD": (1, 2), "HND": (2, 1), "SHUFFLE": (3, 1)}[kv_layout]
+    names = {
+        "NHD": ["P", "page", "Hkv", "D"],
+        "HND": ["P", "Hkv", "page", "D"],
+        "SHUFFLE": ["P", "Hkv", "D/x", "page", "x"],
+    }
+    shape = names[kv_layout]
+    if shuffled and isinstance(k_cache, torch.Tensor):
+        shape[-1] = ("x", 16 // k_cache.dtype.itemsize)
     check_tensor(
-        "k_cache", k_cache, dtypes=FLOAT_DTYPES, shape=shape, device=device, last_contiguous=True
+        "k_cache",
+        k_cache,
+        dtypes=FLOAT_DTYPES + FP8_DTYPES,
+        shape=shape,
+        device=device,
+        last_contiguous=True,
     )
+    x = 16 // k_cache.dtype.itemsize
     page_size = check_positive_int(
         "page_size (of k_cache)", k_cache.shape[page_axis], at_most=MAX_PAGE_SIZE
     )
     num_kv_heads = check_positive_int("num_kv_heads (of k_cache)", k_cache.shape[head_axis])
-    head_dim = check_positive_int("head_dim (of k_cache)", k_cache.shape[3], at_most=MAX_HEAD_DIM)
+    head_dim = check_positive_int(
+        "head_dim (of k_cache)",
+        k_cache.shape[2] * x if shuffled else k_cache.shape[3],
+        at_most=MAX_HEAD_DIM,
+    )
+    if shuffled:
+        if page_size % x:
+            fail("page_size (of k_cache)", f"a multiple of x={x} in SHUFFLE", page_size)
+        shape = ["P", "Hkv", ("page/x", page_size // x), "Dv", ("x", x)]
+    else:
+        shape[page_axis] = ("page", page_size)
+        shape[3] = "Dv"
     shape[0] = ("P", k_cache.shape[0])
-    shape[page_axis] = ("page", page_size)
     shape[head_axis] = ("Hkv", num_kv_heads)
-    shape[3] = "Dv"
     check_tensor(
         "v_cache",
         v_cache,
@@ -158,6 +181,8 @@ def check_kv_cache(
     head_dim_v = check_positive_int(
         "head_dim (of v_cache)", v_cache.shape[3], at_most=MAX_HEAD_DIM
     )
+    k, v = k_cache.stride(), v_cache.stride()
+    token = 1 if shuffled else v[page_axis]
     return KVCacheArguments(
         k_cache=k_cache,
         v_cache=v_cache,
@@ -167,9 +192,54 @@ def check_kv_cache(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        k_strides=(k_cache.stride(0), k_cache.stride(page_axis), k_cache.stride(head_axis)),
-        v_strides=(v_cache.stride(0), v_cache.stride(page_axis), v_cache.stride(head_axis)),
+        k_strides=(k[0], k[page_axis], k[head_axis]),
+        v_strides=(v[0], token, v[head_axis]),
+        k_chunk_stride=k[2] if shuffled else x,
+        v_group_stride=v[2] if shuffled else x * token,
+        v_dim_stride=v[3] if shuffled else 1,
+        x=x,
+        k_scale=_check_scale("k_scale", k_scale, k_cache, num_kv_heads),
+        v_scale=_check_scale("v_scale", v_scale, v_cache, num_kv_heads),
     )
+
+
+def _check_scale(
+    argument: str, scale: float | torch.Tensor | None, cache: torch.Tensor, num_kv_heads: int
+) -> float | torch.Tensor:
+    """Return the scale of an fp8 cache, 1.0 for None."""
+    if scale is None:
+        return 1.0
+    if cache.dtype not in FP8_DTYPES:
+        fail(argument, f"None with a {dtype_name(cache.dtype)} cache, which has no scale", scale)
+    if not isinstance(scale, torch.Tensor):
+        return _check_finite(argument, scale, positive=True)
+    check_tensor(argument, scale, dtypes=(torch.float32,), device=cache.device)
+    if scale.numel() != 1 and scale.shape != (num_kv_heads,):
+        fail(argument, f"a float or a tensor of 1 or of Hkv={num_kv_heads} elements", scale)
+    return scale
+
+
+def scale_arguments(name: str, scale: float | torch.Tensor, *, spare: torch.Tensor) -> dict:
+    """Return what a kernel takes for a checked scale called name.
+
+    A float goes by value; a tensor is read on the device, for KV head h at
+    `{name}_ptr + h * stride_{name}`. Where there is no tensor the pointer is spare's, unread.
+    """
+    on_device = isinstance(scale, torch.Tensor)
+    return {
+        f"{name}_ptr": scale if on_device else spare,
+        name: 1.0 if on_device else scale,
+        f"stride_{name}": scale.stride(0) if on_device and scale.numel() > 1 else 0,
+        f"{name.upper()}_ON_DEVICE": on_device,
+    }
+
+
+def refuse_shuffle_and_fp8(cache: KVCacheArguments) -> None:
+    """Raise for a cache that an op cannot read yet."""
+    if cache.kv_layout == "SHUFFLE":
+        unsupported("kv_layout", cache.kv_layout, "use an NHD or HND cache")
+    if cache.k_cache.dtype in FP8_DTYPES:
+        unsupported("k_cache", cache.k_cache, "use a cache in fp32, fp16 or bf16")
 
 
 def check_block_table(
@@ -241,14 +311,13 @@ def check_decode_arguments(
 
     Args:
         q: [T, Hq, D] fp32, fp16 or bf16, last dimension contiguous.
-        k_cache: See check_kv_cache; q's dtype.
+        k_cache: See check_kv_cache; q's dtype or fp8.
         v_cache: See check_kv_cache.
         block_table: int32 [B, max_pages].
         seq_lens: int32 [B].
         softmax_scale: Finite. Default: D ** -0.5.
-        kv_layout: "NHD" or "HND".
-        k_scale: None.
-        v_scale: None.
+        kv_layout: "NHD", "HND" or "SHUFFLE".
+        k_scale, v_scale: See check_kv_cache.
         sliding_window: int >= 1. Default: none.
         softcap: Finite, > 0. Default: none.
         sinks: fp32 [Hq]. Default: none.
@@ -264,18 +333,18 @@ def check_decode_arguments(
     Raises:
         ValueError: An argument does not fit; the message names it, what was expected and what
             was given.
-        NotImplementedError: kv_layout "SHUFFLE", an fp8 cache, k_scale or v_scale.
     """
     check_tensor("q", q, dtypes=FLOAT_DTYPES, shape=["T", "Hq", "D"], last_contiguous=True)
     head_dim = q.shape[2]
     cache = check_kv_cache(
         k_cache, v_cache, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale, device=q.device
     )
-    if k_cache.dtype != q.dtype:
-        fail("k_cache", f"q's dtype {dtype_name(q.dtype)}", k_cache)
+    if k_cache.dtype not in (q.dtype, *FP8_DTYPES):
+        fail("k_cache", f"q's dtype {dtype_name(q.dtype)} or fp8", k_cache)
     _check_head_dim("head_dim (of q)", head_dim)
     if cache.head_dim != head_dim:
-        fail("k_cache", f"q's head_dim {head_dim} as last dimension", k_cache)
+        last = "D/x * x" if cache.chunk else "last dimension"
+        fail("k_cache", f"q's head_dim {head_dim} as {last}", k_cache)
     _check_head_dim("head_dim (of v_cache)", cache.head_dim_v)
     return _check_call(
         cache,
@@ -351,7 +420,7 @@ def check_mla_arguments(
     if kv_cache.dtype not in (q.dtype, *FP8_DTYPES):
         fail("kv_cache", f"q's dtype {dtype_name(q.dtype)} or fp8", kv_cache)
     k_cache = kv_cache.unsqueeze(2)
-    strides = (kv_cache.stride(0), kv_cache.stride(1), 0)
+    places = (kv_cache.stride(0), kv_cache.stride(1), 0)
     cache = KVCacheArguments(
         k_cache=k_cache,
         v_cache=k_cache[..., :kv_lora_rank],
@@ -361,8 +430,11 @@ def check_mla_arguments(
         num_kv_heads=1,
         head_dim=q.shape[2],
         head_dim_v=kv_lora_rank,
-        k_strides=strides,
-        v_strides=strides,
+        k_strides=(*places, 0),
+        v_strides=(*places, 1),
+        chunk=0,
+        k_scale=None,
+        v_scale=None,
     )
     return _check_call(
         cache,

@@ -10,7 +10,7 @@ import triton
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
-from dcp_lab.ops.checks import fail
+from dcp_lab.ops.checks import dtype_name, fail, unsupported
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, run_split_call, split_call
 from dcp_lab.ops.workspace import DecodeWorkspace
@@ -115,6 +115,10 @@ def paged_decode(
         out=out,
         lse=lse,
     )
+    if a.chunk:
+        unsupported("kv_layout", kv_layout, "use an NHD or HND cache")
+    if a.k_cache.dtype != q.dtype:
+        unsupported("k_cache", k_cache, f"use a cache in q's dtype {dtype_name(q.dtype)}")
     return run_split_call(a, _plan, workspace=workspace, out=out, lse=lse)
 
 
