@@ -141,30 +141,30 @@ def check_kv_cache(
         "SHUFFLE": ["P", "Hkv", "D/x", "page", "x"],
     }
     shape = names[kv_layout]
-    if shuffled and isinstance(k_cache, torch.Tensor):
-        shape[-1] = ("x", 16 // k_cache.dtype.itemsize)
     check_tensor(
         "k_cache",
         k_cache,
-        dtypes=FLOAT_DTYPES + FP8_DTYPES,
+        dtypes=CACHE_DTYPES,
         shape=shape,
         device=device,
         last_contiguous=True,
     )
-    x = 16 // k_cache.dtype.itemsize
     page_size = check_positive_int(
         "page_size (of k_cache)", k_cache.shape[page_axis], at_most=MAX_PAGE_SIZE
     )
     num_kv_heads = check_positive_int("num_kv_heads (of k_cache)", k_cache.shape[head_axis])
-    head_dim = check_positive_int(
-        "head_dim (of k_cache)",
-        k_cache.shape[2] * x if shuffled else k_cache.shape[3],
-        at_most=MAX_HEAD_DIM,
-    )
+    chunk = 0
+    head_dim = k_cache.shape[3]
     if shuffled:
-        if page_size % x:
-            fail("page_size (of k_cache)", f"a multiple of x={x} in SHUFFLE", page_size)
-        shape = ["P", "Hkv", ("page/x", page_size // x), "Dv", ("x", x)]
+        chunk = 16 // k_cache.dtype.itemsize
+        if k_cache.shape[4] != chunk:
+            fail("k_cache", f"x = 16 / itemsize = {chunk} as last dimension", k_cache)
+        if page_size % chunk:
+            fail("page_size (of k_cache)", f"a multiple of x={chunk} under SHUFFLE", page_size)
+        head_dim = k_cache.shape[2] * chunk
+    check_positive_int("head_dim (of k_cache)", head_dim, at_most=MAX_HEAD_DIM)
+    if shuffled:
+        shape = ["P", "Hkv", ("page/x", page_size // chunk), "Dv", ("x", chunk)]
     else:
         shape[page_axis] = ("page", page_size)
         shape[3] = "Dv"
@@ -182,7 +182,6 @@ def check_kv_cache(
         "head_dim (of v_cache)", v_cache.shape[3], at_most=MAX_HEAD_DIM
     )
     k, v = k_cache.stride(), v_cache.stride()
-    token = 1 if shuffled else v[page_axis]
     return KVCacheArguments(
         k_cache=k_cache,
         v_cache=v_cache,
@@ -192,12 +191,9 @@ def check_kv_cache(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        k_strides=(k[0], k[page_axis], k[head_axis]),
-        v_strides=(v[0], token, v[head_axis]),
-        k_chunk_stride=k[2] if shuffled else x,
-        v_group_stride=v[2] if shuffled else x * token,
-        v_dim_stride=v[3] if shuffled else 1,
-        x=x,
+        k_strides=(k[0], k[page_axis], k[head_axis], k[2] if shuffled else 0),
+        v_strides=(v[0], v[2 if shuffled else page_axis], v[head_axis], v[3] if shuffled else 1),
+        chunk=chunk,
         k_scale=_check_scale("k_scale", k_scale, k_cache, num_kv_heads),
         v_scale=_check_scale("v_scale", v_scale, v_cache, num_kv_heads),
     )
@@ -205,41 +201,18 @@ def check_kv_cache(
 
 def _check_scale(
     argument: str, scale: float | torch.Tensor | None, cache: torch.Tensor, num_kv_heads: int
-) -> float | torch.Tensor:
-    """Return the scale of an fp8 cache, 1.0 for None."""
+) -> float | torch.Tensor | None:
+    """Return the scale of an fp8 cache."""
     if scale is None:
-        return 1.0
+        return None
     if cache.dtype not in FP8_DTYPES:
-        fail(argument, f"None with a {dtype_name(cache.dtype)} cache, which has no scale", scale)
+        fail(argument, f"None with a {dtype_name(cache.dtype)} cache", scale)
     if not isinstance(scale, torch.Tensor):
         return _check_finite(argument, scale, positive=True)
     check_tensor(argument, scale, dtypes=(torch.float32,), device=cache.device)
     if scale.numel() != 1 and scale.shape != (num_kv_heads,):
-        fail(argument, f"a float or a tensor of 1 or of Hkv={num_kv_heads} elements", scale)
+        fail(argument, f"a float or fp32 of 1 element or [Hkv={num_kv_heads}]", scale)
     return scale
-
-
-def scale_arguments(name: str, scale: float | torch.Tensor, *, spare: torch.Tensor) -> dict:
-    """Return what a kernel takes for a checked scale called name.
-
-    A float goes by value; a tensor is read on the device, for KV head h at
-    `{name}_ptr + h * stride_{name}`. Where there is no tensor the pointer is spare's, unread.
-    """
-    on_device = isinstance(scale, torch.Tensor)
-    return {
-        f"{name}_ptr": scale if on_device else spare,
-        name: 1.0 if on_device else scale,
-        f"stride_{name}": scale.stride(0) if on_device and scale.numel() > 1 else 0,
-        f"{name.upper()}_ON_DEVICE": on_device,
-    }
-
-
-def refuse_shuffle_and_fp8(cache: KVCacheArguments) -> None:
-    """Raise for a cache that an op cannot read yet."""
-    if cache.kv_layout == "SHUFFLE":
-        unsupported("kv_layout", cache.kv_layout, "use an NHD or HND cache")
-    if cache.k_cache.dtype in FP8_DTYPES:
-        unsupported("k_cache", cache.k_cache, "use a cache in fp32, fp16 or bf16")
 
 
 def check_block_table(
