@@ -118,6 +118,28 @@ class Reducer(abc.ABC):
             self._reduce(out, lse, merged)
         return merged
 
+    def write_to(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Put the results of all later calls into these tensors, instead of the reducer's own.
+
+        Saves the copy to where the next kernel reads. Call it before graphs are captured.
+
+        Args:
+            out: [max_tokens, Hq / size, D] in `dtype`, contiguous.
+            lse: fp32 [max_tokens, Hq / size], contiguous.
+
+        Raises:
+            ValueError: One has another shape, dtype, device or strides.
+        """
+        shape = (self.max_tokens, self.heads_per_rank, self.head_dim)
+        check_tensor("out", out, dtypes=(self.dtype,), shape=shape, device=self.device)
+        check_tensor("lse", lse, dtypes=(torch.float32,), shape=shape[:2], device=self.device)
+        for name, tensor in (("out", out), ("lse", lse)):
+            if not tensor.is_contiguous():
+                fail(name, "a contiguous tensor", f"stride {tensor.stride()}")
+        mine = (id(self._out), id(self._lse))
+        self._buffers = [b for b in self._buffers if id(b) not in mine] + [out, lse]
+        self._out, self._lse = out, lse
+
     def memory_bytes(self) -> int:
         """Return the bytes of device memory this reducer holds, its result included.
 
