@@ -168,6 +168,10 @@ BAD = [
     ),
     ("sliding_window", 0, r"sliding_window: expected an int >= 1, got 0"),
     ("sliding_window", 2.0, r"sliding_window: expected an int >= 1, got 2.0"),
+    ("softmax_scale", 1e39, r"softmax_scale: .* that fp32 can hold .*, got 1e\+39"),
+    ("softmax_scale", -1e-39, r"softmax_scale: .* that fp32 can hold .*, got -1e-39"),
+    ("softcap", 1e39, r"softcap: expected a finite number > 0 that fp32 can hold .*, got 1e\+39"),
+    ("softcap", 1e-39, r"softcap: .* that fp32 can hold .*, got 1e-39"),
     ("softcap", 0.0, r"softcap: expected a finite number > 0, got 0.0"),
     ("softcap", float("inf"), r"softcap: expected a finite number > 0, got inf"),
     ("sinks", torch.zeros(3), r"sinks: expected float32 \[Hq=4\], got float32 \[3\]"),
@@ -266,6 +270,24 @@ def test_sizes_of_a_shuffled_cache() -> None:
     a = check_decode_arguments(**arguments(**SHUFFLED))
     assert (a.num_kv_heads, a.page_size, a.head_dim, a.head_dim_v, a.chunk) == (2, 8, 32, 16, 4)
     assert a.k_strides == (512, 4, 256, 32) and a.v_strides == (256, 64, 128, 4)
+
+
+def test_sinks_count_on_rank_0() -> None:
+    """Every rank is given the sinks; a rank other than 0 has none."""
+    given = {**single(), "sinks": torch.zeros(4)}
+    assert check_decode_arguments(**given).sinks is given["sinks"]
+    assert check_decode_arguments(**given, shard=Shard(0, 2)).sinks is given["sinks"]
+    assert check_decode_arguments(**given, shard=Shard(1, 2)).sinks is None
+    with pytest.raises(ValueError, match="sinks: expected float32"):
+        check_decode_arguments(**{**given, "sinks": torch.zeros(3)}, shard=Shard(1, 2))
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
+def test_a_window_longer_than_any_request_is_none(window: int) -> None:
+    """What int32 cannot count bounds nothing, so a shard needs no global lengths for it."""
+    a = check_decode_arguments(**single(shard=Shard(0, 2)), sliding_window=window)
+    assert a.sliding_window is None
+    assert check_decode_arguments(**single(), sliding_window=2**31 - 2).sliding_window == 2**31 - 2
 
 
 def test_no_device_value_is_read() -> None:

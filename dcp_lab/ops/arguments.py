@@ -24,6 +24,8 @@ CACHE_DTYPES = FLOAT_DTYPES + FP8_DTYPES
 MAX_HEAD_DIM = 256
 MAX_LORA_RANK = 512
 MAX_PAGE_SIZE = 1024
+MAX_LEN = 2**31 - 1
+FP32 = torch.finfo(torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,9 @@ class DecodeArguments(KVCacheArguments):
         max_query_len: Upper bound of the query tokens of a request, as promised by the caller.
         shard: As given.
         global_seq_lens: As given.
-        sliding_window: As given, an int >= 1 or None.
+        sliding_window: An int >= 1 and < 2^31 - 1, or None.
         softcap: Positive finite float or None.
-        sinks: fp32 [Hq] or None.
+        sinks: fp32 [Hq], or None: where there are none and on every rank of a shard but 0.
         num_splits: As given, an int >= 1 or None.
     """
 
@@ -240,13 +242,25 @@ def check_block_table(
 
 
 def _check_finite(argument: str, value: object, *, positive: bool = False) -> float:
-    """Return value as a float if it is a finite real number (and > 0)."""
+    """Return value as a float if it is a finite real number (and > 0) that fp32 can hold."""
     kind = "a finite number > 0" if positive else "a finite number"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail(argument, kind, value)
     if not math.isfinite(value) or (positive and value <= 0):
         fail(argument, kind, value)
+    # Kernels take it as fp32, in which a larger one is inf and a smaller one 0 or nearly so.
+    if value and not FP32.tiny <= abs(value) <= FP32.max:
+        fail(argument, f"{kind} that fp32 can hold ({FP32.tiny:.3g} to {FP32.max:.3g})", value)
     return float(value)
+
+
+def check_sliding_window(sliding_window: object) -> int | None:
+    """Return a window that bounds anything: an int >= 1, None where it is longer than int32."""
+    if sliding_window is None:
+        return None
+    check_positive_int("sliding_window", sliding_window)
+    # No request is longer; as an int32 in a kernel it would wrap.
+    return sliding_window if sliding_window < MAX_LEN else None
 
 
 def _check_head_dim(argument: str, value: int) -> None:
@@ -293,7 +307,7 @@ def check_decode_arguments(
         k_scale, v_scale: See check_kv_cache.
         sliding_window: int >= 1. Default: none.
         softcap: Finite, > 0. Default: none.
-        sinks: fp32 [Hq]. Default: none.
+        sinks: fp32 [Hq], the same on every rank of a shard. Default: none.
         query_start_loc: int32 [B+1]. Default: one token a request, T = B.
         max_query_len: int >= 1; 1 without query_start_loc.
         shard: Shard. Default: the cache holds whole requests.
@@ -490,8 +504,7 @@ def _check_call(
     num_requests, max_pages = check_block_table(block_table, seq_lens, device=q.device)
 
     softmax_scale = _check_finite("softmax_scale", softmax_scale)
-    if sliding_window is not None:
-        check_positive_int("sliding_window", sliding_window)
+    sliding_window = check_sliding_window(sliding_window)
     if softcap is not None:
         softcap = _check_finite("softcap", softcap, positive=True)
     if sinks is not None:
@@ -522,6 +535,9 @@ def _check_call(
 
     if shard is not None and not isinstance(shard, Shard):
         fail("shard", "a dcp_lab.Shard or None", shard)
+    if shard is not None and shard.rank > 0:
+        # Every rank is given the sinks; they count once.
+        sinks = None
     if global_seq_lens is not None:
         check_tensor(
             "global_seq_lens",
