@@ -5,7 +5,7 @@ One step makes one token for every request. A layer is
     dense piece      norm, q and kv projection; after the attention its output projection and the
                      feed-forward block, each followed by the tensor-parallel all-reduce
     write_kv         the new token's K and V, on the rank that owns its position
-    q gather         with DCP: the group's query heads, so that each rank attends its shard with all
+    q gather         with DCP: the group's query heads, so that a rank attends its shard with all
     attention path   paged, or a gather of the pages and an attention over contiguous KV
     reducer          with DCP: partial states to this rank's own heads
 
@@ -287,7 +287,9 @@ class Stack:
         check_positive_int("requests", requests)
         _one_of("dense", dense, DENSE)
         if num_layers is not None:
-            model = dataclasses.replace(model, num_layers=check_positive_int("num_layers", num_layers))
+            model = dataclasses.replace(
+                model, num_layers=check_positive_int("num_layers", num_layers)
+            )
         grouped = dist.is_available() and dist.is_initialized() and not simulated
         self.model, self.requests, self.dense = model, requests, dense
         self.rank = rank if rank is not None else dist.get_rank(group) if grouped else 0
@@ -508,9 +510,7 @@ class Stack:
         if self.dense == "light":
             gate, up = self._linear(layer, "up", hidden).chunk(2, -1)
             return self._linear(layer, "down", F.silu(gate) * up)
-        up_weight, down_weight = (
-            w.to(x.dtype) for w in self._experts[layer % len(self._experts)]
-        )
+        up_weight, down_weight = (w.to(x.dtype) for w in self._experts[layer % len(self._experts)])
         touched = len(up_weight)
         rows = hidden[self._token_of_slot].unflatten(0, (touched, -1))
         gate, up = torch.bmm(rows, up_weight.transpose(1, 2)).chunk(2, -1)
