@@ -1,0 +1,17 @@
+"""Run a vLLM server as an experiment: start it, load it, ask it, and leave nothing running."""
+
+from __future__ import annotations
+
+from dcp_lab.serving.model_folder import STUDY1_TWO_GPUS, TINY, ModelShape, write_model_folder
+from dcp_lab.serving.server import Server, ServerConfig, ServerError, serve
+
+__all__ = [
+    "STUDY1_TWO_GPUS",
+    "TINY",
+    "ModelShape",
+    "Server",
+    "ServerConfig",
+    "ServerError",
+    "serve",
+    "write_model_folder",
+]

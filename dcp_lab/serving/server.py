@@ -1,0 +1,535 @@
+"""Start `vllm serve`, wait until it answers, and leave nothing running.
+
+    config = ServerConfig(model="Qwen/Qwen3-8B", tensor_parallel_size=2)
+    with serve(config, log=Path("serve.log")) as server:
+        print(server.url)
+
+The command is a list, never a shell line. The server listens on this machine only unless another
+host is asked for. It runs under `dcp_lab.serving.guard`, so that it ends when the block ends, on
+an exception, on Ctrl-C, and when this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dcp_lab.serving import guard
+
+CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+DCP_COMM_BACKENDS = ("ag_rs", "a2a")
+
+POLL_S = 0.25
+REQUEST_S = 5.0
+# Lines of the log that an error shows when no known reason is in it.
+TAIL_LINES = 20
+
+# What vLLM says, and what to do about it. The first line of the log that fits one is quoted.
+REASONS = (
+    (
+        r"is not valid for this configuration|Invalid attention backend|No valid attention backend"
+        r"|Unknown attention backend|DCP requires|Context Parallelism is not supported",
+        "vLLM refused the attention backend",
+        "change what the reason names, or choose another --attention-backend",
+    ),
+    (
+        r"larger than the number of available GPUs|No (?:CUDA|HIP) GPUs are available"
+        r"|invalid device ordinal",
+        "vLLM has too few GPUs",
+        "lower tensor_parallel_size, or run where there are more",
+    ),
+    (
+        r"Failed to infer device type",
+        "vLLM found no GPU",
+        "run on a machine with one; without a GPU use vLLM's CPU build and its setting, cpu",
+    ),
+    (
+        r"out of memory|No available memory for the cache blocks|Free memory on device",
+        "vLLM ran out of memory",
+        "lower max_model_len, max_num_seqs or gpu_memory_utilization, or end what else runs there",
+    ),
+    (
+        r"address already in use",
+        "the port was taken while vLLM started",
+        "take another port, or port 0 for any free one",
+    ),
+    (
+        r"unrecognized arguments|invalid choice",
+        "this vLLM does not know a flag",
+        "README.md of dcp_lab/vllm_plugin says which vLLM versions were run",
+    ),
+)
+
+
+class ServerError(RuntimeError):
+    """The server cannot run, or has died; the message says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What `vllm serve` is started with. None leaves vLLM's own default.
+
+    Attributes:
+        model: A Hugging Face name or a folder. One that holds a path separator at its start
+            (`/`, `./`, `../`) or exists here is taken as a folder.
+        host: The address to listen on. Default: this machine only.
+        port: 0 takes any free one.
+        tensor_parallel_size: GPUs.
+        decode_context_parallel_size: DCP group size, a divisor of tensor_parallel_size.
+        dcp_comm_backend: "ag_rs" or "a2a"; vLLM's flag, for DCP only.
+        attention_backend: vLLM's name; "CUSTOM" is this lab's.
+        additional_config: vLLM's `--additional-config`; this lab's options are in it.
+        cudagraph_mode: One of CUDAGRAPH_MODES.
+        cudagraph_capture_sizes: Batch sizes to capture.
+        cudagraph_metrics: Log how many steps ran in which graph mode.
+        enforce_eager: No graphs, no compilation.
+        load_format: "dummy" needs no weights.
+        dtype: Of weights and activations.
+        kv_cache_dtype: Of the cache.
+        block_size: Tokens a page.
+        max_model_len: Longest request, tokens.
+        max_num_seqs: Most requests in a batch.
+        gpu_memory_utilization: Share of each GPU's memory.
+        enable_prefix_caching: Reuse equal prompts' KV.
+        seed: Of the sampler.
+        extra_args: Further flags, as they are.
+        environment: Variables on top of this process's.
+        executable: The vLLM command, a name on PATH or a path.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    dcp_comm_backend: str | None = None
+    attention_backend: str | None = None
+    additional_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cudagraph_mode: str | None = None
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    cudagraph_metrics: bool = False
+    enforce_eager: bool = False
+    load_format: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float | None = None
+    enable_prefix_caching: bool | None = None
+    seed: int | None = None
+    extra_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    executable: str = "vllm"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "decode_context_parallel_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("block_size", "max_model_len", "max_num_seqs"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if not self.model:
+            raise ValueError("model: expected a name or a folder, got ''")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: expected 0 to 65535, got {self.port}")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ValueError(
+                "decode_context_parallel_size: expected a divisor of tensor_parallel_size "
+                f"{self.tensor_parallel_size}, got {self.decode_context_parallel_size}"
+            )
+        _one_of("dcp_comm_backend", self.dcp_comm_backend, DCP_COMM_BACKENDS)
+        _one_of("cudagraph_mode", self.cudagraph_mode, CUDAGRAPH_MODES)
+        if self.dcp_comm_backend is not None and self.decode_context_parallel_size == 1:
+            raise ValueError(
+                f"dcp_comm_backend: expected None at decode_context_parallel_size 1, got "
+                f"{self.dcp_comm_backend!r}"
+            )
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization: expected above 0 to 1, got {share}")
+
+    @property
+    def folder(self) -> Path | None:
+        """The model's folder, None where model is a Hugging Face name."""
+        if self.model.startswith(("/", "./", "../", "~")) or Path(self.model).exists():
+            return Path(self.model).expanduser()
+        return None
+
+    def command(self) -> list[str]:
+        """Return the command, a word an item."""
+        words = [self.executable, "serve", self.model]
+        words += ["--host", self.host, "--port", str(self.port)]
+        words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.decode_context_parallel_size > 1:
+            words += ["--decode-context-parallel-size", str(self.decode_context_parallel_size)]
+        for name in ("dcp_comm_backend", "attention_backend"):
+            words += _flag(name, getattr(self, name))
+        if self.additional_config:
+            words += ["--additional-config", json.dumps(self.additional_config)]
+        compilation: dict[str, Any] = {}
+        if self.cudagraph_mode is not None:
+            compilation["cudagraph_mode"] = self.cudagraph_mode
+        if self.cudagraph_capture_sizes:
+            compilation["cudagraph_capture_sizes"] = list(self.cudagraph_capture_sizes)
+        if compilation:
+            words += ["--compilation-config", json.dumps(compilation)]
+        words += ["--cudagraph-metrics"] * self.cudagraph_metrics
+        words += ["--enforce-eager"] * self.enforce_eager
+        for name in (
+            "load_format",
+            "dtype",
+            "kv_cache_dtype",
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "gpu_memory_utilization",
+            "seed",
+        ):
+            words += _flag(name, getattr(self, name))
+        if self.enable_prefix_caching is not None:
+            no = "" if self.enable_prefix_caching else "no-"
+            words.append(f"--{no}enable-prefix-caching")
+        return [*words, *self.extra_args]
+
+    def shell_line(self) -> str:
+        """Return the command with its variables, as one would type it."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.command())])
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server that answers.
+
+    Attributes:
+        config: What it was started with; its port is the one in use.
+        url: http://HOST:PORT.
+        log: The file with everything it said.
+        start_s: Seconds from its start until it answered.
+        version: vLLM's.
+        leader: The process that leads its session.
+        token: What its processes carry in their environment.
+    """
+
+    config: ServerConfig
+    url: str
+    log: Path
+    start_s: float
+    version: str
+    leader: int
+    token: str
+
+    def processes(self) -> list[int]:
+        """Return the ids of its processes that are alive."""
+        return guard.processes(self.leader, self.token)
+
+
+@contextlib.contextmanager
+def serve(
+    config: ServerConfig,
+    *,
+    log: Path,
+    start_timeout_s: float = 1800.0,
+    stop_timeout_s: float = 30.0,
+) -> Iterator[Server]:
+    """Start `vllm serve`, yield once it answers, stop it when the block ends in whatever way.
+
+    Args:
+        config: What to start.
+        log: File for everything the server says; replaced.
+        start_timeout_s: Until /health has to answer: weights, compilation, graph capture.
+        stop_timeout_s: From SIGTERM to SIGKILL, at most.
+
+    Yields:
+        The server.
+
+    Raises:
+        ServerError: Before anything starts: no such command, no such model folder, a busy port,
+            fewer GPUs than tensor_parallel_size. Later: it died or did not answer in time; the
+            message quotes vLLM's own reason where the log has one that is known, else the end of
+            the log. On leaving: it could not be stopped.
+
+    Notes:
+        SIGTERM to this process is taken as Ctrl-C inside the block (in the main thread). What a
+        terminal shows while it waits is the time and the last line of the log.
+    """
+    check(config)
+    if config.port == 0:
+        config = dataclasses.replace(config, port=free_port(config.host))
+    token = new_token()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **config.environment, guard.VARIABLE: token}
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminate_as_interrupt())
+        file = stack.enter_context(log.open("wb"))
+        start = time.monotonic()
+        watch = subprocess.Popen(
+            [sys.executable, "-I", guard.__file__, str(stop_timeout_s), token, *config.command()],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        stack.callback(_stop, watch, token, stop_timeout_s, log)
+        _wait_for_health(config, watch, log, start, start_timeout_s)
+        yield Server(
+            config=config,
+            url=_url(config),
+            log=log,
+            start_s=time.monotonic() - start,
+            version=str(_get_json(f"{_url(config)}/version").get("version", "unknown")),
+            leader=watch.pid,
+            token=token,
+        )
+
+
+def check(config: ServerConfig) -> None:
+    """Raise ServerError for what can be known to fail before a server is started.
+
+    Args:
+        config: See `serve`, whose list of reasons this is.
+    """
+    if shutil.which(config.executable) is None:
+        raise ServerError(
+            f"executable: expected the vLLM command, found no {config.executable!r}: install vLLM "
+            "(dcp-lab doctor says how), or give its path"
+        )
+    folder = config.folder
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ServerError(
+            f"model: expected a folder with a config.json, got {config.model!r}: make one with "
+            "dcp_lab.serving.write_model_folder, or name a model of the Hugging Face hub"
+        )
+    if config.port and not _port_is_free(config.host, config.port):
+        raise ServerError(
+            f"port: expected a free one on {config.host}, got {config.port}, where something "
+            "listens already: end that, take another, or 0 for any free one"
+        )
+    there = visible_gpus()
+    if there is not None and there < config.tensor_parallel_size:
+        raise ServerError(
+            f"tensor_parallel_size: expected at most the {there} GPUs that torch sees here, got "
+            f"{config.tensor_parallel_size}"
+        )
+
+
+def visible_gpus() -> int | None:
+    """Return the GPUs that torch can use, None where this torch is built for CPUs only."""
+    import torch
+
+    if not (torch.version.cuda or torch.version.hip):
+        return None
+    return torch.cuda.device_count()
+
+
+def new_token() -> str:
+    """Return a word that no other server's processes carry."""
+    return uuid.uuid4().hex
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of an address on which nothing listens now."""
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def why_it_died(text: str) -> tuple[str, str, str] | None:
+    """Return vLLM's own reason from its log.
+
+    Args:
+        text: The log.
+
+    Returns:
+        What happened, the line that says so, and what to do; None where no known reason is there.
+    """
+    for line in text.splitlines():
+        for pattern, what, remedy in REASONS:
+            if re.search(pattern, line, flags=re.IGNORECASE):
+                return what, _without_prefix(line), remedy
+    return None
+
+
+def _without_prefix(line: str) -> str:
+    """Cut what vLLM's processes and logger put before a message."""
+    line = re.sub(r"\x1b\[[0-9;]*m", "", line)
+    line = re.sub(r"^\s*\([\w :.=-]+\)\s*", "", line)
+    return re.sub(
+        r"^(?:ERROR|WARNING|INFO)\s+[\d-]+\s+[\d:.]+\s+(?:\[[^\]]*\]\s*)*", "", line
+    ).strip()
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+
+
+def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+def _flag(name: str, value: object) -> list[str]:
+    return [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _port_is_free(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as probe:
+        # As servers do: an old connection that is only winding down does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _url(config: ServerConfig) -> str:
+    # A server that listens everywhere is asked over the loopback.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+
+
+# Whatever proxy the environment names, this machine is asked directly.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _answers(url: str) -> bool:
+    try:
+        with _DIRECT.open(url, timeout=REQUEST_S) as answer:
+            return answer.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _get_json(url: str) -> dict[str, Any]:
+    try:
+        with _DIRECT.open(url, timeout=REQUEST_S) as answer:
+            found = json.load(answer)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _wait_for_health(
+    config: ServerConfig,
+    watch: subprocess.Popen[bytes],
+    log: Path,
+    start: float,
+    timeout_s: float,
+) -> None:
+    """Return when /health answers; raise when the server died or time is up."""
+    url = f"{_url(config)}/health"
+    with _progress() as show:
+        while True:
+            status = watch.poll()
+            if status is not None:
+                raise ServerError(_death(status, log))
+            if _answers(url):
+                return
+            waited = time.monotonic() - start
+            if waited > timeout_s:
+                raise ServerError(
+                    f"vllm serve did not answer in {timeout_s:g} s: give start_timeout_s more, or "
+                    f"see why; the end of {log.name}:\n{_tail(log)}"
+                )
+            show(waited, log)
+            time.sleep(POLL_S)
+
+
+def _death(status: int, log: Path) -> str:
+    ended = f"signal {status - 128}" if status > 128 else f"status {status}"
+    reason = why_it_died(log.read_text(errors="replace"))
+    if reason is None:
+        return (
+            f"vllm serve died before it answered ({ended}); the end of {log.name}:\n{_tail(log)}"
+        )
+    what, line, remedy = reason
+    return f"{what} and died ({ended}): {remedy}. vLLM says ({log.name}):\n{line}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-TAIL_LINES:]) or "(it said nothing)"
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """Yield a function that shows the time and the log's last line, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda waited, log: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    with console.status("vllm serve starts") as status:
+
+        def show(waited: float, log: Path) -> None:
+            lines = log.read_text(errors="replace").splitlines()[-1:]
+            last = escape(_without_prefix(lines[0])[:80]) if lines else ""
+            status.update(f"vllm serve starts, {waited:.0f} s  [dim]{last}[/]")
+
+        yield show
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, where this thread may say what signals do."""
+
+    def interrupt(signum: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        # Not the main thread. The guard still notices when this process is gone.
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(watch: subprocess.Popen[bytes], token: str, timeout_s: float, log: Path) -> None:
+    """Close the pipe, which makes the guard stop everything; see to it that it did."""
+    assert watch.stdin is not None
+    watch.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        watch.wait(timeout=timeout_s + guard.KILL_S + REQUEST_S)
+    left = guard.processes(watch.pid, token)
+    if watch.poll() is None or left:
+        # The guard itself was killed, or did not come to its end.
+        guard.stop(watch.pid, token, 0.0)
+        watch.kill()
+        watch.wait(timeout=REQUEST_S)
+        left = guard.processes(watch.pid, token)
+    if left:
+        raise ServerError(
+            f"processes {left} of vllm serve cannot be ended (a GPU driver may hold them); what "
+            f"they said is in {log.name}"
+        )
