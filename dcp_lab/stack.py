@@ -630,35 +630,31 @@ class Stack:
 
         if corner.attention == "paged":
             return self._paged(corner, write, state, heads)
-        lens = pages.cached_lens if corner.attention in PUBLISHED else pages.seq_lens
-        if corner.attention in PUBLISHED:
-            total = None if corner.attention == "published" else pages.cached_tokens
-
-            def attend_published(index: int, q: torch.Tensor) -> AttnState:
-                write(index)
-                return _published(
-                    q, pages.k[index], pages.v[index], pages.block_table, lens, total, state
-                )
-
-            return (lambda: None), attend_published
+        published = corner.attention in PUBLISHED
+        lens = pages.cached_lens if published else pages.seq_lens
+        gather = "per_token" if published else corner.attention
         workspace = self._part(
             "gather",
-            corner.attention,
+            gather,
+            published,
             make=lambda: GatherWorkspace(
                 self.requests,
-                pages.tokens,
+                pages.cached_tokens if published else pages.tokens,
                 m.num_kv_heads,
                 m.head_dim,
                 self.page_size,
                 head_dim_v=m.head_dim_v,
                 dtype=self.dtype,
-                gather=corner.attention,
+                gather=gather,
                 device=self.device,
             ),
         )
 
         def attend_gathered(index: int, q: torch.Tensor) -> AttnState:
             write(index)
+            if corner.attention == "published":
+                # Study 1's path learns on the host how much there is to gather.
+                workspace.cu_seqlens[self.requests].item()
             return gather_decode(
                 q,
                 pages.k[index],
@@ -666,7 +662,7 @@ class Stack:
                 pages.block_table,
                 lens,
                 softmax_scale=m.softmax_scale,
-                gather=corner.attention,
+                gather=gather,
                 workspace=workspace,
                 out=state.out,
                 lse=state.lse,
@@ -874,31 +870,6 @@ def _plain_attention(
     scores = (q.transpose(0, 1) @ k.transpose(1, 2)).float() * scale
     out = scores.softmax(-1).to(q.dtype) @ v
     return AttnState(out.transpose(0, 1), scores.logsumexp(-1).transpose(0, 1))
-
-
-def _published(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cached_lens: torch.Tensor,
-    total: int | None,
-    state: AttnState,
-) -> AttnState:
-    """Gather and attend as study 1 does; read the total on the host where it is not known."""
-    if total is None:
-        total = int(cached_lens.sum(dtype=torch.int32).item())
-    return gather_decode(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cached_lens,
-        gather="per_token",
-        total_tokens=total,
-        out=state.out,
-        lse=state.lse,
-    )
 
 
 class Step:

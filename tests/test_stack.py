@@ -1,0 +1,137 @@
+"""The stack: every corner computes the same step, and what cannot be a corner is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stack_ranks import TINY, TINY_LATENT, judge, run_corners, tiny
+
+from dcp_lab.reducers.local_group import run_ranks
+from dcp_lab.stack import KIMI_K3_LIKE, QWEN3_235B, Corner, simulated_step
+
+BUDGET_S = 150
+
+
+def corner(attention: str, reducer: str, mode: str) -> Corner:
+    return Corner(mode, attention=attention, reducer=reducer)
+
+
+@pytest.mark.parametrize("dense", ["light", "heavy"])
+def test_a_rank_alone(dense: str) -> None:
+    """Without DCP each mode gives the oracle's attention and residual stream."""
+    corners = tuple(Corner.no_dcp(mode) for mode in ("eager", "piecewise", "full"))
+    streams = run_corners(0, 1, TINY, corners, {"dense": dense})
+    assert all(torch.equal(x, streams[0]) for x in streams)
+
+
+def test_bound_and_16_bits() -> None:
+    """A bound attention gives the same bits; bf16 stays within its budget."""
+    corners = (Corner.no_dcp("piecewise"), Corner.no_dcp("piecewise", bound=True))
+    one, other = run_corners(0, 1, TINY, corners, {"dtype": torch.bfloat16})
+    assert torch.equal(one, other)
+
+
+def test_two_ranks() -> None:
+    """Attention paths, reducers and modes agree on two ranks, with and without DCP."""
+    corners = (
+        Corner.no_dcp("eager"),
+        corner("published", "ag_rs", "piecewise"),
+        corner("published_no_sync", "a2a", "full"),
+        corner("per_token", "a2a", "piecewise"),
+        corner("per_page", "ag_rs", "full"),
+        corner("paged", "ag_rs", "eager"),
+        corner("paged", "a2a", "full"),
+    )
+    ranks = run_ranks(run_corners, 2, args=(TINY, corners, {}), timeout_s=BUDGET_S)
+    first = ranks[0][0]
+    for streams in ranks:
+        for x in streams:
+            torch.testing.assert_close(x, first, atol=1e-5, rtol=1e-5)
+
+
+def test_a_group_in_one_process() -> None:
+    """Three simulated ranks are right too, and equal to one rank that holds all heads' sum."""
+    stacks = [tiny(rank=rank, size=3, simulated=True) for rank in range(3)]
+    for attention in ("paged", "per_page"):
+        simulated_step(stacks, attention)
+        assert all(torch.equal(stack.x, stacks[0].x) for stack in stacks)
+        for stack in stacks:
+            truth = stack.last_attention()
+            torch.testing.assert_close(stack.attn.out.double(), truth.out, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(stack.attn.lse.double(), truth.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_latent_caches_and_layers_without_one() -> None:
+    """A model with latents in two layers of three is right in full and piecewise."""
+    assert TINY_LATENT.kv_layers == (1, 2)
+    run_corners(0, 1, TINY_LATENT, (Corner.no_dcp("full"), Corner.no_dcp("piecewise")), {})
+
+
+@pytest.mark.parametrize("fault", ["new token", "cached token", "other rank's head"])
+def test_a_wrong_step_is_noticed(fault: str) -> None:
+    """Judging finds a step whose attention missed or mixed up something."""
+    stack = tiny()
+    step = stack.step(Corner.no_dcp("eager"))
+    if fault == "new token":
+        stack.pages[False].seq_lens.sub_(1)
+    elif fault == "cached token":
+        stack.pages[False].v[-1].nan_to_num_()[:, 0].mul_(1.01)
+    step()
+    if fault == "other rank's head":
+        stack.attn.out.copy_(stack.attn.out.roll(1, 1))
+    with pytest.raises(AssertionError):
+        judge(stack, fault)
+
+
+def test_models_have_the_work_they_stand_for() -> None:
+    """94 layers, and 16 tokens touch 82 of 128 experts: 389 MB a layer; 24 of 93 layers latent."""
+    assert len(QWEN3_235B.kv_layers) == 94
+    touched = QWEN3_235B.experts_touched(16)
+    assert touched == 82
+    one = 3 * QWEN3_235B.hidden * QWEN3_235B.expert_intermediate * 2
+    assert touched * one == pytest.approx(389e6, rel=0.01)
+    assert len(KIMI_K3_LIKE.kv_layers) == 24 and KIMI_K3_LIKE.num_layers == 93
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"mode": "graph"}, "mode"),
+        ({"mode": "eager", "attention": "gather"}, "attention"),
+        ({"mode": "eager", "reducer": "nccl"}, "reducer"),
+        ({"mode": "eager", "dcp": False}, "reducer"),
+        ({"mode": "eager", "dcp": False, "reducer": None, "attention": "per_page"}, "attention"),
+        ({"mode": "full", "attention": "published"}, "mode"),
+        ({"mode": "full", "attention": "per_page", "bound": True}, "bound"),
+        ({"mode": "eager", "query_gather": "gloo"}, "query_gather"),
+    ],
+)
+def test_no_such_corner(arguments: dict, named: str) -> None:
+    """An impossible corner is refused with the argument's name."""
+    with pytest.raises(ValueError, match=f"^{named}: expected"):
+        Corner(**arguments)
+
+
+def test_steps_that_cannot_be_made() -> None:
+    """DCP in a group of one, gathers of latents, no tokens yet: each says so."""
+    with pytest.raises(ValueError, match="corner: expected one without DCP"):
+        tiny().step(Corner("eager"))
+    stack = tiny()
+    stack.context = None
+    with pytest.raises(RuntimeError, match="load"):
+        stack.step(Corner.no_dcp("eager"))
+    latent = tiny(TINY_LATENT, rank=0, size=2, simulated=True)
+    with pytest.raises(NotImplementedError, match="attention"):
+        latent.step(corner("per_page", "a2a", "eager"))
+    with pytest.raises(ValueError, match="size: expected 1 without a process group"):
+        tiny(rank=0, size=2)
+
+
+def test_the_host_can_be_slowed() -> None:
+    """Added host time grows with the launches that wait: pieces and what lies between."""
+    stack = tiny()
+    step = stack.step(Corner.no_dcp("piecewise"))
+    step.launch_delay_us, step.launches_per_layer = 5.0, 3.0
+    assert step.added_launches == 3 + 2 * 3
+    full = stack.step(Corner.no_dcp("full"))
+    assert full.added_launches == 1
