@@ -5,7 +5,9 @@
 
 Prints the path of its Python as the last line. vLLM has its own torch and some 170 packages, none
 of which the lab needs, so it gets a virtual environment of its own; dcp_lab is installed into it
-editable and without dependencies, so that vLLM finds the entry point `vllm.general_plugins`.
+editable and without dependencies, so that vLLM finds the entry point `vllm.general_plugins`, and
+so is tests/vllm_cpu_plugin, without which vLLM's CPU platform takes no backend but its own. To run
+the lab's backend there, set DCP_LAB_CPU_SEAMS=1 and TRITON_INTERPRET=1 for vLLM.
 Every version stands in constraints/cpu-engine.txt. The last thing written is a stamp, so that an
 interrupted run is seen and the next one starts over.
 
@@ -35,6 +37,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "cpu-engine"
 CONSTRAINTS = ROOT / "constraints" / "cpu-engine.txt"
+# What lets the CPU platform run the lab's backend at all: private to the tests.
+SEAMS = ROOT / "tests" / "vllm_cpu_plugin"
 STAMP = "dcp-lab-cpu-engine.json"
 
 VLLM = "0.32.0"
@@ -54,7 +58,11 @@ class EngineError(Exception):
 
 def wanted() -> dict[str, str]:
     """Return what the stamp of a finished environment holds."""
-    parts = {"constraints": CONSTRAINTS, "pyproject": ROOT / "pyproject.toml"}
+    parts = {
+        "constraints": CONSTRAINTS,
+        "pyproject": ROOT / "pyproject.toml",
+        "seams": SEAMS / "pyproject.toml",
+    }
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in parts.items()}
     return {**hashes, "vllm": VLLM, "torch": TORCH, "checkout": str(ROOT)}
 
@@ -137,7 +145,9 @@ def add_package(place: Path) -> None:
     stub = site_packages(place) / f"vllm-{VLLM}+cpu.dist-info"
     stub.mkdir(exist_ok=True)
     (stub / "METADATA").write_text(METADATA)
-    pip(place, "dcp_lab", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    editable = ("--no-deps", "--no-build-isolation", "--editable")
+    pip(place, "dcp_lab", *editable, str(ROOT))
+    pip(place, "the seams of the CPU platform", *editable, str(SEAMS))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,350 @@
+"""What the backend does, without vLLM: plan a step once, attend and exchange once a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dcp_lab.ops.decode import paged_decode
+from dcp_lab.ops.gather import gather_decode
+from dcp_lab.ops.workspace import DecodeWorkspace
+from dcp_lab.reducers import make_query_gather, make_reducer
+from dcp_lab.sharding import Shard
+from dcp_lab.state import AttnState
+
+# A prefill may bring many thousand tokens; they go through the reducer in pieces, so that its
+# buffers stay small. A decode step never has more.
+MAX_REDUCER_TOKENS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """What a layer's decode workspace and exchange depend on.
+
+    Attributes:
+        num_q_heads: Query heads of this rank.
+        num_kv_heads: KV heads of this rank's cache.
+        head_dim: Elements.
+        sliding_window: Last keys seen, None for all.
+        q_dtype, kv_dtype: Of the queries and of the cache.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The largest step that there can be.
+
+    Attributes:
+        max_requests: Requests.
+        max_tokens: Query tokens of all requests.
+        decode_query_len: Query tokens of a request that counts as a decode: 1, or 1 and the
+            drafts of speculative decoding.
+        max_seq_len: Tokens of a whole request.
+    """
+
+    max_requests: int
+    max_tokens: int
+    decode_query_len: int
+    max_seq_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Requests of one step that are attended by one call, decodes or prefills.
+
+    Attributes:
+        tokens: Which rows of q are theirs.
+        block_table: int32 [B, max_pages].
+        seq_lens: int32 [B], tokens in this rank's cache, this step's included.
+        global_seq_lens: int32 [B], tokens of the whole requests.
+        query_start_loc: int32 [B + 1] from 0, None for one token a request.
+        max_query_len: Most query tokens of a request.
+        workspaces: LayerShape -> prepared workspace; None for prefills, which are not split.
+    """
+
+    tokens: slice
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    global_seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    max_query_len: int
+    workspaces: dict[LayerShape, DecodeWorkspace] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step's plan, shared by all layers of a KV cache group: vLLM's attention metadata.
+
+    Attributes:
+        num_actual_tokens: Query tokens; rows of q past them are padding.
+        max_seq_len: Bound on the tokens of a whole request, known to the host.
+        parts: Decodes, prefills, or both.
+    """
+
+    num_actual_tokens: int
+    max_seq_len: int
+    parts: tuple[Part, ...]
+
+
+class Planner:
+    """Makes the Step: splits decodes from prefills and prepares the decode workspaces.
+
+    Args:
+        shapes: Of the layers that the plan is for.
+        limits: The largest step.
+        shard: This rank's share of the tokens.
+        device: Where the model runs.
+
+    Notes:
+        What a captured graph reads keeps its address: the workspaces and seq_lens are made here,
+        once. block_table and global_seq_lens are vLLM's own persistent tensors.
+    """
+
+    def __init__(
+        self, shapes: Iterable[LayerShape], limits: Limits, shard: Shard, device: torch.device
+    ) -> None:
+        self.limits, self.shard = limits, shard
+        self.workspaces = {
+            shape: DecodeWorkspace(
+                limits.max_requests,
+                shape.num_q_heads * shard.size,
+                shape.num_kv_heads,
+                shape.head_dim,
+                max_query_len=limits.decode_query_len,
+                kv_dtype=torch.float32 if shape.q_dtype == torch.float32 else shape.kv_dtype,
+                max_seq_len=-(-limits.max_seq_len // shard.size),
+                device=device,
+            )
+            for shape in set(shapes)
+        }
+        self._local = torch.zeros(limits.max_requests, dtype=torch.int32, device=device)
+
+    def plan(
+        self,
+        *,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        local_seq_lens: torch.Tensor | None,
+        block_table: torch.Tensor,
+    ) -> Step:
+        """Return the step's plan; decodes are its first requests.
+
+        Args:
+            num_tokens: Query tokens of the step.
+            num_decodes: Requests with at most decode_query_len query tokens, at the front.
+            num_decode_tokens: Query tokens of those.
+            max_query_len: Most query tokens of any request.
+            max_seq_len: Bound on the tokens of a request.
+            query_start_loc: int32 [B + 1] on the device.
+            seq_lens: int32 [B], tokens of the whole requests, this step's included.
+            local_seq_lens: int32 [B], this rank's tokens. None: counted here, on the device.
+            block_table: int32 [B, max_pages].
+
+        Notes:
+            Nothing is read on the host. One or two launches a workspace.
+        """
+        num_requests = seq_lens.shape[0]
+        if self.shard.size == 1:
+            local = seq_lens
+        else:
+            local = self._local[:num_requests]
+            if local_seq_lens is None:
+                local_seq_lens = self.shard.local_seq_lens(seq_lens)
+            local.copy_(local_seq_lens)
+        parts = []
+        if num_decodes:
+            uniform = num_decode_tokens == num_decodes
+            part = Part(
+                tokens=slice(0, num_decode_tokens),
+                block_table=block_table[:num_decodes],
+                seq_lens=local[:num_decodes],
+                global_seq_lens=seq_lens[:num_decodes],
+                query_start_loc=None if uniform else query_start_loc[: num_decodes + 1],
+                max_query_len=1 if uniform else min(max_query_len, self.limits.decode_query_len),
+                workspaces=self.workspaces,
+            )
+            for shape, workspace in self.workspaces.items():
+                workspace.prepare(
+                    part.seq_lens,
+                    global_seq_lens=part.global_seq_lens,
+                    query_start_loc=part.query_start_loc,
+                    sliding_window=shape.sliding_window,
+                    shard=self.shard,
+                )
+            parts.append(part)
+        if num_decodes < num_requests:
+            starts = query_start_loc[num_decodes : num_requests + 1]
+            parts.append(
+                Part(
+                    tokens=slice(num_decode_tokens, num_tokens),
+                    block_table=block_table[num_decodes:num_requests],
+                    seq_lens=local[num_decodes:],
+                    global_seq_lens=seq_lens[num_decodes:],
+                    query_start_loc=starts - num_decode_tokens if num_decodes else starts,
+                    max_query_len=max_query_len,
+                    workspaces=None,
+                )
+            )
+        return Step(num_tokens, max_seq_len, tuple(parts))
+
+
+class Exchange:
+    """The DCP group's query gather and reducer for one shape, shared by all its layers.
+
+    Args:
+        group: Process group of the ranks, in shard order.
+        reducer: 'ag_rs', 'a2a' or 'direct'.
+        shape: Of the layers.
+        max_tokens: Most query tokens of a step.
+        device: Where the model runs.
+
+    Notes:
+        Making one is collective: every rank of the group makes the same ones in the same order.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        reducer: str,
+        shape: LayerShape,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        common = {"group": group, "device": device, "head_dim": shape.head_dim}
+        self.gather = make_query_gather(
+            "direct" if reducer == "direct" else "nccl",
+            max_tokens=max_tokens,
+            num_q_heads_local=shape.num_q_heads,
+            dtype=shape.q_dtype,
+            **common,
+        )
+        num_q_heads = self.gather.size * shape.num_q_heads
+        self.reducer = make_reducer(
+            reducer,
+            max_tokens=min(max_tokens, MAX_REDUCER_TOKENS),
+            num_q_heads=num_q_heads,
+            dtype=shape.q_dtype,
+            **common,
+        )
+        rows = (max_tokens, num_q_heads)
+        self._out = torch.empty(*rows, shape.head_dim, dtype=shape.q_dtype, device=device)
+        self._lse = torch.empty(rows, dtype=torch.float32, device=device)
+
+    def state(self, num_tokens: int) -> AttnState:
+        """Return where this rank's attention of all heads goes."""
+        return AttnState(self._out[:num_tokens], self._lse[:num_tokens])
+
+    def reduce(self, state: AttnState, output: torch.Tensor) -> None:
+        """Merge the ranks' states into this rank's heads of output."""
+        for start in range(0, len(output), self.reducer.max_tokens):
+            rows = slice(start, start + self.reducer.max_tokens)
+            piece = AttnState(state.out[rows], state.lse[rows])
+            output[rows].copy_(self.reducer(piece).out)
+
+    def check(self) -> None:
+        """Raise RuntimeError when a peer was silent ('direct' only). No sync."""
+        for part in (self.gather, self.reducer):
+            check = getattr(part, "check", None)
+            if check is not None:
+                check()
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: Step,
+    output: torch.Tensor,
+    *,
+    lse: torch.Tensor,
+    shape: LayerShape,
+    shard: Shard,
+    exchange: Exchange | None,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    gather: str | None = None,
+) -> None:
+    """Attend a step's tokens to the cache, which holds them already, and write output.
+
+    Under DCP: gather the queries of all ranks, attend this rank's tokens with all heads, reduce
+    once. Decodes are split over the device by the prepared workspace, prefills by their rows.
+
+    Args:
+        q: [T, Hq, D], this rank's heads.
+        k_cache, v_cache: Pages [P, page, Hkv, D].
+        step: The plan; rows of q and output past its tokens are padding and stay as they are.
+        output: [T, Hq, D], written.
+        lse: fp32 [max_tokens, Hq], scratch; used without an exchange.
+        shape: Of this layer; the plan has a workspace for it.
+        shard: This rank's share of the tokens.
+        exchange: The group's, None where it has one rank.
+        softmax_scale, softcap, k_scale, v_scale: As paged_decode.
+        sinks: fp32, of the heads of all ranks.
+        gather: Use gather_decode in this form. Default: paged_decode.
+    """
+    num_tokens = step.num_actual_tokens
+    q, output = q[:num_tokens], output[:num_tokens]
+    if exchange is None:
+        state = AttnState(output, lse[:num_tokens])
+    else:
+        q, state = exchange.gather(q), exchange.state(num_tokens)
+    for part in step.parts:
+        op = paged_decode
+        options: dict[str, Any] = {}
+        if gather is not None:
+            op = gather_decode
+            # What the host knows without a sync: no request is longer than max_seq_len.
+            cycle = shard.size * shard.interleave_size
+            longest = -(-step.max_seq_len // cycle) * shard.interleave_size
+            options = {"gather": gather, "total_tokens": len(part.seq_lens) * longest}
+        elif part.workspaces is None:
+            options = {"num_splits": 1}
+        else:
+            options = {"workspace": part.workspaces[shape]}
+        op(
+            q[part.tokens],
+            k_cache,
+            v_cache,
+            part.block_table,
+            part.seq_lens,
+            softmax_scale=softmax_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sliding_window=shape.sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            query_start_loc=part.query_start_loc,
+            max_query_len=part.max_query_len,
+            shard=shard,
+            global_seq_lens=part.global_seq_lens,
+            out=state.out[part.tokens],
+            lse=state.lse[part.tokens],
+            **options,
+        )
+    if exchange is not None:
+        exchange.reduce(state, output)
+
+
+@functools.cache
+def scratch_lse(max_tokens: int, num_q_heads: int, device: torch.device) -> torch.Tensor:
+    """Return fp32 [max_tokens, Hq] that all layers of these sizes write and nobody reads."""
+    return torch.empty(max_tokens, num_q_heads, dtype=torch.float32, device=device)
