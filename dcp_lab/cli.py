@@ -39,6 +39,12 @@ _HAND_OVER = {
     "help_option_names": [],
 }
 
+_BENCHES = {
+    "decode": ("dcp_lab.bench.decode", "Decode attention on one GPU, beside its peers."),
+    "reduce": ("dcp_lab.bench.reduce", "Exchanges between ranks, one GPU each."),
+    "stack": ("dcp_lab.bench.stack", "Whole decode steps, every corner, one GPU a rank."),
+}
+
 
 @app.command()
 def run(
@@ -69,7 +75,11 @@ def run(
         bool, typer.Option("--list", help="Only list notebooks and their parameters.")
     ] = False,
 ) -> None:
-    """Run notebooks, write one HTML report, print the headline numbers."""
+    """Run notebooks, write one HTML report, print the headline numbers.
+
+    A run of everything writes report.html. A run of some notebooks, or with -p, leaves that as it
+    is and writes report_NAME.html, or report_part.html for several.
+    """
     from rich.console import Console
 
     from dcp_lab import notebooks
@@ -97,7 +107,12 @@ def run(
     except KeyboardInterrupt:
         console.print(f"interrupted; what had run is in {_shown(out / 'notebooks')}")
         raise typer.Exit(130) from None
-    page = write_report([result.copy for result in results], out / "report.html")
+    # The report of everything stays what it is when one notebook runs, or runs otherwise.
+    whole = not names and not parameter
+    stem = "report" if whole else f"report_{results[0].notebook.name}"
+    if not whole and len(results) > 1:
+        stem = "report_part"
+    page = write_report([result.copy for result in results], out / f"{stem}.html")
     _print_headlines(console, results)
     failed = [result.notebook.name for result in results if not result.ok]
     console.print(f"report: {_shown(page)}", soft_wrap=True, highlight=False)
@@ -131,12 +146,18 @@ def doctor(context: typer.Context) -> None:
 
 @app.command(context_settings=_HAND_OVER)
 def bench(context: typer.Context) -> None:
-    """Measure: `dcp-lab bench decode --help`, `dcp-lab bench reduce --help`."""
-    benches = {"decode": "dcp_lab.bench.decode", "reduce": "dcp_lab.bench.reduce"}
+    """Measure: `dcp-lab bench decode --help`, and reduce and stack likewise."""
     what, *rest = context.args or [""]
-    if what not in benches:
-        raise NotebookError(f"bench: expected one of {', '.join(benches)}, got {what!r}")
-    _hand_over(benches[what], rest, f"dcp-lab bench {what}")
+    if what in ("--help", "-h"):
+        print(f"Usage: dcp-lab bench {{{','.join(_BENCHES)}}} [OPTIONS]\n")
+        print("Measure on this machine's GPUs; rows go to data/measured.\n")
+        for name, (_, help_) in _BENCHES.items():
+            print(f"  {name:8} {help_}")
+        print("\nOptions of one: dcp-lab bench NAME --help")
+        return
+    if what not in _BENCHES:
+        raise NotebookError(f"bench: expected one of {', '.join(_BENCHES)}, got {what!r}")
+    _hand_over(_BENCHES[what][0], rest, f"dcp-lab bench {what}")
 
 
 @app.command("amd-report", context_settings=_HAND_OVER)
@@ -276,15 +297,16 @@ def _print_headlines(console: Console, results: Sequence[Result]) -> None:
         title_justify="left",
         box=None,
         pad_edge=False,
-        show_header=False,
+        header_style="dim",
     )
     table.add_column("number")
     table.add_column("value", justify="right", style="bold", no_wrap=True)
+    table.add_column("basis", style="dim", no_wrap=True)
     for result in results:
         if result.headlines:
             table.add_row(Text(result.notebook.name, style="dim"))
         for line in result.headlines:
-            table.add_row(Text(f"  {line.name}"), Text(line.text))
+            table.add_row(Text(f"  {line.name}"), Text(line.text), Text(line.basis))
     if table.row_count:
         console.print(table)
 

@@ -24,6 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dcp_lab.notebooks.books import NEEDS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 COMMAND_SECONDS = 20
@@ -44,8 +46,6 @@ RUN_NEEDS = (
     "rich",
     "typer",
 )
-# What a notebook may list under metadata.dcp_lab.needs.
-NEEDS = ("gpu", "multigpu", "vllm", "aiter")
 
 SET_UP = "make env"
 VLLM_VERSION = "0.33.0"

@@ -74,6 +74,10 @@ def metadata_has(**entries: object):
 
 FAULTS = {
     "no-kind": (lambda nb: nb.metadata.pop("dcp_lab"), "kind: expected one of teach"),
+    "unknown-needs": (
+        metadata_has(dcp_lab={"kind": "teach", "needs": ["luck"]}),
+        "needs: expected a list of gpu, multigpu, vllm, aiter, got ['luck']",
+    ),
     "no-title": (lambda nb: nb.cells[0].update(source="Text"), "first cell: expected markdown"),
     "gap-in-counts": (work_cell(execution_count=3), "execution counts: expected 1 to 2, got 1, 3"),
     "never-ran": (
@@ -165,6 +169,13 @@ def test_planted_fault_is_found(tmp_path, monkeypatch, fault):
     problems = found(nb, tmp_path)
     assert len(problems) == 1, problems
     assert message.replace("\\\\", "\\") in problems[0]
+
+
+def test_needs_are_kept(tmp_path):
+    """What a notebook needs beyond its kind is no fault."""
+    nb = clean()
+    nb.metadata.dcp_lab.needs = ["multigpu", "vllm"]
+    assert found(nb, tmp_path) == []
 
 
 def test_measure_notebook_may_be_committed_unrun(tmp_path):

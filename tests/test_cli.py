@@ -29,7 +29,9 @@ def repository(tmp_path, monkeypatch) -> Path:
             metadata={"tags": ["parameters"]},
         ),
         v4.new_code_cell("assert works, 'asked to fail'"),
-        v4.new_code_cell("from dcp_lab.notebooks import headline\nheadline('n', 12.5, 'ms')"),
+        v4.new_code_cell(
+            "from dcp_lab.notebooks import headline\nheadline('n', 12.5, 'ms', basis='modelled')"
+        ),
     ]
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "pyproject.toml").touch()
@@ -71,8 +73,14 @@ def test_run_prints_headlines_and_the_report(repository, capsys):
     said = capsys.readouterr().out
     assert "ok     01_small" in said
     assert "12.5 ms" in said
+    assert "modelled" in next(line for line in said.splitlines() if "12.5 ms" in line)
     assert said.splitlines()[-1] == "report: build/report.html"
-    assert "12.5 ms" in (repository / "build" / "report.html").read_text()
+    page = (repository / "build" / "report.html").read_text()
+    assert "12.5 ms</td><td>modelled</td>" in page
+
+    assert status("run", "01", "-p", "seed=3") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "report: build/report_01_small.html"
+    assert (repository / "build" / "report.html").read_text() == page
 
 
 def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
@@ -84,7 +92,7 @@ def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
     assert "AssertionError: asked to fail" in said
     assert "partial copy: build/notebooks/01_small.ipynb" in said
     assert (repository / "build" / "notebooks" / "01_small.ipynb").exists()
-    assert "AssertionError" in (repository / "build" / "report.html").read_text()
+    assert "AssertionError" in (repository / "build" / "report_01_small.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +102,12 @@ def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
         (["run", "-p", "sed=1"], "no parameter 'sed'; did you mean seed?"),
         (["run", "-p", "seed=x"], "seed: expected int, got 'x'"),
         (["run", "-p", "seed=1", "--check"], "leave out -p"),
-        (["bench"], "bench: expected one of decode, reduce, got ''"),
-        (["bench", "prefill"], "bench: expected one of decode, reduce, got 'prefill'"),
+        (["bench"], "bench: expected one of decode, reduce, stack, got ''"),
+        (["bench", "prefill"], "bench: expected one of decode, reduce, stack, got 'prefill'"),
         (["report"], "no executed notebooks in build/notebooks"),
+        (["run", "01", "--out", "."], "out: the copy of 01_small would overwrite the notebook"),
+        (["run", "--out", "pyproject.toml"], "out: expected a folder that can be written, got"),
+        (["run", "--timeout", "inf"], "timeout: expected seconds from 1 up, finite, got inf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -107,6 +118,64 @@ def test_what_a_person_can_put_right_has_no_traceback(repository, capsys, args, 
     assert error.startswith("dcp-lab: ")
     assert said in error
     assert not (repository / "build").exists()
+
+
+def break_it(repository: Path, text: str) -> Path:
+    path = repository / "notebooks" / "02_broken.ipynb"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cells": 3, "nbformat": 4}'])
+def test_a_broken_notebook_has_no_traceback(repository, capsys, text):
+    """A file that is no notebook is named by every command that reads it, with status 2."""
+    break_it(repository, text)
+    for args in (["run"], ["run", "--list"], ["run", "--check"]):
+        assert status(*args) == 2
+        assert "dcp-lab: 02_broken.ipynb: " in capsys.readouterr().err
+    copies = repository / "build" / "notebooks"
+    copies.mkdir(parents=True)
+    break_it(repository, text).rename(copies / "02_broken.ipynb")
+    assert status("report") == 2
+    assert "dcp-lab: 02_broken.ipynb: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "said", [3, {}, {"name": "n"}, {"name": "n", "value": "4"}, {"name": "n", "value": 4, "x": 1}]
+)
+def test_a_malformed_headline_has_no_traceback(repository, capsys, said):
+    """A headline number that `headline` did not write is named with its cell, with status 2."""
+    path = repository / "notebooks" / "01_small.ipynb"
+    nb = nbformat.read(path, as_version=4)
+    data = {"application/vnd.dcp-lab.headline+json": said, "text/plain": "n"}
+    nb.cells[2].outputs = [v4.new_output("display_data", data=data)]
+    nbformat.write(nb, path)
+    copies = repository / "build" / "notebooks"
+    copies.mkdir(parents=True)
+    path.rename(copies / path.name)
+    assert status("report") == 2
+    assert "01_small.ipynb: cell 2: headline: expected what" in capsys.readouterr().err
+
+
+def test_two_notebooks_of_one_name_are_refused(repository, capsys):
+    """Copies go by name, so two of one name, or a number that fits two, are refused."""
+    text = (repository / "notebooks" / "01_small.ipynb").read_text()
+    (repository / "01_small.ipynb").write_text(text)
+    assert status("run", "01", "./01_small.ipynb") == 2
+    assert "two notebooks are named 01_small" in capsys.readouterr().err
+    (repository / "notebooks" / "01_other.ipynb").write_text(text)
+    assert status("run", "01") == 2
+    assert "notebook '01': expected one, got 01_other, 01_small" in capsys.readouterr().err
+    assert not (repository / "build").exists()
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_bench_help_lists_the_benches(capsys, flag):
+    """`bench --help` says what can be measured and how to go on."""
+    assert status("bench", flag) == 0
+    said = capsys.readouterr().out
+    for words in ("decode ", "reduce ", "dcp-lab bench NAME --help"):
+        assert words in said
 
 
 def test_list_shows_kinds_and_parameters(repository, capsys):

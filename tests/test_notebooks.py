@@ -35,7 +35,7 @@ from dcp_lab.notebooks import (
     run,
 )
 from dcp_lab.notebooks.headlines import HEADLINE_MIME, format_number
-from dcp_lab.notebooks.outputs import differences
+from dcp_lab.notebooks.outputs import committable, differences
 from dcp_lab.notebooks.report import write_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -293,6 +293,12 @@ def test_headline_refuses_what_is_no_finite_number(value):
         headline("x", value)
 
 
+def test_headline_refuses_an_unknown_basis():
+    """Where a number comes from is one of four words."""
+    with pytest.raises(ValueError, match="basis: expected one of published, measured, modelled"):
+        headline("x", 1.0, basis="guessed")
+
+
 def test_headline_refuses_no_digits():
     """At least one digit is shown."""
     with pytest.raises(ValueError, match="digits: expected an int >= 1, got 0"):
@@ -376,6 +382,7 @@ def test_headline_numbers_are_collected(three):
         "unit": "",
         "digits": 3,
         "varies": False,
+        "basis": "",
     }
 
 
@@ -480,6 +487,31 @@ def test_measure_notebooks_need_a_gpu_or_their_name(tmp_path, monkeypatch):
         monkeypatch.setattr(execute, "gpu_present", lambda gpu=gpu: gpu)
         run(names, root=tmp_path)
         assert ran == expected
+
+
+@pytest.mark.parametrize("needs", ["gpu", "multigpu", "vllm", "aiter"])
+def test_needs_of_a_notebook_are_heeded(tmp_path, monkeypatch, needs):
+    """Without names, a notebook that needs what is not here does not run; its needs are kept."""
+    path = write(tmp_path, "01_a")
+    nb = read(path)
+    nb.metadata.dcp_lab.needs = [needs]
+    nbformat.write(nb, path)
+    assert Notebook.read(path).needs == (needs,)
+    assert committable(nb, nb).metadata.dcp_lab == {"kind": "teach", "needs": [needs]}
+    monkeypatch.setattr(execute, "gpu_present", lambda: False)
+    monkeypatch.setattr(execute.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotebookError, match="no notebook that can run here"):
+        run(root=tmp_path)
+
+
+def test_unknown_needs_are_refused(tmp_path):
+    """A need that nobody knows how to check is refused."""
+    path = write(tmp_path, "01_a")
+    nb = read(path)
+    nb.metadata.dcp_lab.needs = ["luck"]
+    nbformat.write(nb, path)
+    with pytest.raises(NotebookError, match=r"needs: expected a list of gpu.*got \['luck'\]"):
+        Notebook.read(path)
 
 
 def test_notebook_past_its_time_is_ended(tmp_path):
@@ -635,6 +667,18 @@ def headlined(**values: object) -> nbformat.NotebookNode:
         pytest.param(
             headlined(name="t", value=4.0), headlined(name="u", value=4.0), "now .'u'", id="name"
         ),
+        pytest.param(
+            headlined(name="t", value=4.0, unit="ms"),
+            headlined(name="t", value=4.0, unit="us"),
+            "committed 4.00 ms, now 4.00 us",
+            id="unit",
+        ),
+        pytest.param(
+            headlined(name="t", value=9.12), headlined(name="t", value=9.13), "t: c", id="digit"
+        ),
+        pytest.param(
+            headlined(name="t", value=1001), headlined(name="t", value=1002), "t: c", id="int"
+        ),
     ],
 )
 def test_what_changed_is_told(committed, fresh, match):
@@ -657,7 +701,7 @@ def test_what_changed_is_told(committed, fresh, match):
             id="varies-headline",
         ),
         pytest.param(
-            headlined(name="t", value=4.001), headlined(name="t", value=4.004), id="below-a-digit"
+            headlined(name="t", value=4.001), headlined(name="t", value=4.005), id="below-a-digit"
         ),
         pytest.param(
             printed("<Styler at 0x7f11aa22bb33>"),

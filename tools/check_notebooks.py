@@ -4,7 +4,8 @@
 
 A notebook passes when
 
-- it says what it is (metadata.dcp_lab.kind) and starts with its title;
+- it says what it is (metadata.dcp_lab.kind, and needs where it needs more than its kind says) and
+  starts with its title;
 - one cell is tagged `parameters`; each line of it has a type, a literal default and help, and no
   other cell assigns one of them;
 - it ran top to bottom in one go (execution counts 1..N) without errors or warnings on stderr;
@@ -28,7 +29,8 @@ from pathlib import Path
 
 import nbformat
 
-from dcp_lab.notebooks import KINDS, NotebookError, read_parameters
+from dcp_lab.notebooks import KINDS, NEEDS, NotebookError, read_parameters
+from dcp_lab.notebooks.outputs import ABOUT_KEYS
 
 # Ten figures at 100 dpi.
 MAX_KB = 600
@@ -61,14 +63,19 @@ def _whole(path: Path, nb: nbformat.NotebookNode) -> Iterator[str]:
     kilobytes = path.stat().st_size / 1000
     if kilobytes > MAX_KB:
         yield f"{kilobytes:.0f} kB: expected at most {MAX_KB}; fewer or smaller figures"
-    kind = nb.metadata.get("dcp_lab", {}).get("kind")
-    if kind not in KINDS:
-        yield f"metadata.dcp_lab.kind: expected one of {', '.join(KINDS)}, got {kind!r}"
+    about = nb.metadata.get("dcp_lab", {})
+    about = about if isinstance(about, dict) else {}
+    if about.get("kind") not in KINDS:
+        expected = ", ".join(KINDS)
+        yield f"metadata.dcp_lab.kind: expected one of {expected}, got {about.get('kind')!r}"
+    needs = about.get("needs", [])
+    if not isinstance(needs, list) or not set(needs) <= set(NEEDS):
+        yield f"metadata.dcp_lab.needs: expected a list of {', '.join(NEEDS)}, got {needs!r}"
     first = nb.cells[0] if nb.cells else None
     if first is None or first.cell_type != "markdown" or not first.source.startswith("# "):
         yield "first cell: expected markdown that starts with the title, '# ...'"
     extra = set(nb.metadata) - NOTEBOOK_METADATA
-    extra |= {f"dcp_lab.{key}" for key in set(nb.metadata.get("dcp_lab", {})) - {"kind"}}
+    extra |= {f"dcp_lab.{key}" for key in set(about) - set(ABOUT_KEYS)}
     extra |= {
         f"language_info.{key}" for key in set(nb.metadata.get("language_info", {})) - {"name"}
     }

@@ -1,6 +1,7 @@
 """Find, check and run the lab's notebooks, collect their headline numbers, write the report.
 
-A notebook says what it is in its metadata, `{"dcp_lab": {"kind": "teach"}}`:
+A notebook says what it is in its metadata, `{"dcp_lab": {"kind": "teach"}}`, and under `needs`
+(a list of gpu, multigpu, vllm, aiter) what it needs beyond that:
 
     teach     explains; under a minute on a CPU
     measure   needs a GPU; writes data/measured
@@ -12,7 +13,7 @@ numbers may differ from run to run or machine to machine carries the tag `varies
 
 from __future__ import annotations
 
-from dcp_lab.notebooks.books import KINDS, Notebook, available, find, find_root, resolve
+from dcp_lab.notebooks.books import KINDS, NEEDS, Notebook, available, find, find_root, resolve
 from dcp_lab.notebooks.execute import Failure, Listener, Result, gpu_present, run
 from dcp_lab.notebooks.exercises import check_answer
 from dcp_lab.notebooks.headlines import Headline, headline, machine_line
@@ -20,6 +21,7 @@ from dcp_lab.notebooks.parameters import NotebookError, Parameter, read_paramete
 
 __all__ = [
     "KINDS",
+    "NEEDS",
     "Failure",
     "Headline",
     "Listener",

@@ -6,11 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_lab.notebooks.parameters import NotebookError, Parameter, read_parameters
 
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
 KINDS = ("teach", "measure", "analyse")
+# What a notebook may list under metadata.dcp_lab.needs, beyond the GPU of a measure notebook.
+NEEDS = ("gpu", "multigpu", "vllm", "aiter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +27,14 @@ class Notebook:
         kind: 'teach', 'measure' or 'analyse'.
         title: Its first heading.
         parameters: By name, in order.
+        needs: What it needs beyond a CPU, of NEEDS.
     """
 
     path: Path
     kind: str
     title: str
     parameters: Mapping[str, Parameter]
+    needs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -39,20 +46,46 @@ class Notebook:
         """Read a notebook's kind, title and parameters.
 
         Raises:
-            NotebookError: The file is no notebook, has no kind, or bad parameters.
+            NotebookError: The file is no notebook, has no kind, unknown needs, or bad parameters.
         """
-        import nbformat
-
-        try:
-            nb = nbformat.read(path, as_version=4)
-        except Exception as error:
-            raise NotebookError(f"{path.name}: not a notebook: {error}") from None
-        kind = nb.metadata.get("dcp_lab", {}).get("kind")
+        nb = read_notebook(path)
+        about = nb.metadata.get("dcp_lab")
+        about = about if isinstance(about, dict) else {}
+        kind, needs = about.get("kind"), about.get("needs", [])
         if kind not in KINDS:
             raise NotebookError(
                 f"{path.name}: metadata.dcp_lab.kind: expected {', '.join(KINDS)}, got {kind!r}"
             )
-        return cls(path=path, kind=kind, title=title_of(nb), parameters=read_parameters(path))
+        if not isinstance(needs, list) or not set(needs) <= set(NEEDS):
+            raise NotebookError(
+                f"{path.name}: metadata.dcp_lab.needs: expected a list of {', '.join(NEEDS)}, "
+                f"got {needs!r}"
+            )
+        return cls(
+            path=path,
+            kind=kind,
+            title=title_of(nb),
+            parameters=read_parameters(path),
+            needs=tuple(needs),
+        )
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Return a notebook as it is on disk, in format 4.
+
+    Raises:
+        NotebookError: It cannot be read, or is no notebook.
+    """
+    import nbformat
+
+    try:
+        nb = nbformat.read(path, as_version=4)
+        nbformat.validate(nb)
+    except Exception as error:
+        # nbformat raises whatever a broken file makes it stumble over.
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise NotebookError(f"{path.name}: not a notebook: {why[0]}") from None
+    return nb
 
 
 def title_of(nb: Any) -> str:
@@ -96,27 +129,41 @@ def find(names: Sequence[str], root: Path) -> list[Path]:
         root: The repository.
 
     Raises:
-        NotebookError: A name fits none; the message lists those there are.
+        NotebookError: A name fits none (the message lists those there are), fits two, or two of
+            those asked for have one name, so that their copies would overwrite each other.
     """
     there = available(root)
     if not names:
         return there
-    by_name: dict[str, Path] = {}
+    by_name: dict[str, list[Path]] = {}
     for path in there:
         number, _, rest = path.stem.partition("_")
-        for key in (path.stem, rest, number, number.lstrip("0")):
-            by_name.setdefault(key, path)
+        for key in {rest, number, number.lstrip("0")} - {path.stem, ""}:
+            by_name.setdefault(key, []).append(path)
+    # A whole name means that notebook, whatever else it may be short for.
+    by_name |= {path.stem: [path] for path in there}
     found: dict[Path, None] = {}
     for name in names:
-        path = by_name.get(name)
+        fits = by_name.get(name, [])
+        if len(fits) > 1:
+            raise NotebookError(
+                f"notebook {name!r}: expected one, got {', '.join(path.stem for path in fits)}"
+            )
+        path = fits[0] if fits else None
         if path is None and Path(name).suffix == ".ipynb" and Path(name).is_file():
             path = Path(name).resolve()
         if path is None:
             guess = difflib.get_close_matches(name, by_name, n=1)
-            hint = f"; did you mean {by_name[guess[0]].stem}?" if guess else ""
+            hint = f"; did you mean {by_name[guess[0]][0].stem}?" if guess else ""
             listing = "\n".join(f"  {path.stem}" for path in there) or "  (none)"
             raise NotebookError(f"no notebook {name!r}{hint}\nnotebooks:\n{listing}")
         found[path] = None
+    stems = [path.stem for path in found]
+    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if twice:
+        raise NotebookError(
+            f"two notebooks are named {twice[0]}: their copies would be one file; run them apart"
+        )
     return list(found)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -12,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dcp_lab.notebooks.books import Notebook, find, find_root, resolve
+from dcp_lab.notebooks.books import Notebook, find, find_root, read_notebook, resolve
 from dcp_lab.notebooks.headlines import Headline, collect_headlines
 from dcp_lab.notebooks.outputs import RECORD_TAG, committable, differences
 from dcp_lab.notebooks.parameters import NotebookError
@@ -93,6 +95,18 @@ def gpu_present() -> bool:
     return torch.cuda.is_available()
 
 
+def _lacking(notebook: Notebook) -> list[str]:
+    """Return which of the needs that a notebook lists this machine lacks."""
+    gpus = 0
+    if {"gpu", "multigpu"} & set(notebook.needs) and gpu_present():
+        import torch
+
+        gpus = torch.cuda.device_count()
+    have = {"gpu": gpus >= 1, "multigpu": gpus >= 2}
+    have |= {name: importlib.util.find_spec(name) is not None for name in ("vllm", "aiter")}
+    return [need for need in notebook.needs if not have[need]]
+
+
 def run(
     names: Sequence[str] = (),
     assignments: Sequence[str] = (),
@@ -112,7 +126,7 @@ def run(
 
     Args:
         names: See `find`. Default: every teach and analyse notebook, and where a GPU is present
-            every measure notebook too.
+            every measure notebook too; without those that list needs this machine lacks.
         assignments: 'name=value' overrides, see `resolve`.
         root: The repository. Default: `find_root()`.
         out_dir: Default: root/build.
@@ -126,7 +140,9 @@ def run(
 
     Raises:
         NotebookError: Before anything ran: an unknown notebook, no notebook at all, an unknown
-            parameter, a bad value, or overrides together with in_place or check.
+            parameter, a bad value, overrides together with in_place or check, a timeout that is no
+            finite number of seconds, or an out_dir that cannot be written or whose copies would be
+            the notebooks themselves. Later: a notebook whose headline numbers cannot be read.
 
     Notes:
         With in_place and check, teach and analyse notebooks do not see a GPU, since committed
@@ -140,9 +156,14 @@ def run(
     notebooks = [Notebook.read(path) for path in find(names, root)]
     if not names and not gpu_present():
         notebooks = [notebook for notebook in notebooks if notebook.kind != "measure"]
+    if not names:
+        notebooks = [notebook for notebook in notebooks if not _lacking(notebook)]
     if not notebooks:
         raise NotebookError("no notebook that can run here: measure notebooks need a GPU")
     overrides = resolve(notebooks, assignments)
+    if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 1):
+        raise NotebookError(f"timeout: expected seconds from 1 up, finite, got {timeout_s:g}")
+    copies = _folder_of_copies(out_dir, notebooks)
 
     from dcp_lab.bench.record import provenance
 
@@ -153,7 +174,7 @@ def run(
         result = _execute(
             notebook,
             overrides[notebook.name],
-            copy=out_dir / "notebooks" / notebook.path.name,
+            copy=copies / notebook.path.name,
             facts=facts,
             timeout_s=timeout_s or TIMEOUT_S[notebook.kind],
             hide_gpu=(in_place or check) and notebook.kind != "measure",
@@ -165,6 +186,29 @@ def run(
         results.append(result)
     _write_headlines(results, facts, out_dir / "headline.json")
     return results
+
+
+def _folder_of_copies(out_dir: Path, notebooks: Sequence[Notebook]) -> Path:
+    """Return the folder of executed copies, which is there and holds none of the notebooks.
+
+    Raises:
+        NotebookError: A copy would overwrite its notebook, or the folder cannot be written.
+    """
+    folder = out_dir / "notebooks"
+    for notebook in notebooks:
+        if (folder / notebook.path.name).resolve() == notebook.path.resolve():
+            raise NotebookError(
+                f"out: the copy of {notebook.name} would overwrite the notebook itself: "
+                f"expected another folder, got {out_dir}"
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise NotebookError(
+            f"out: expected a folder that can be written, got {out_dir} ({error.strerror})"
+        ) from None
+    return folder
 
 
 def _execute(
@@ -189,7 +233,6 @@ def _execute(
     injected_at = _parameters_index(nb) + 1 if overrides else len(nb.cells) + 1
     seen = {"gpu": "none", "gpu_count": 0, "driver": None} if hide_gpu else {}
     _add_record(nb, notebook, overrides, {**facts, **seen})
-    copy.parent.mkdir(parents=True, exist_ok=True)
     write_notebook(nb, copy)
     current = -1
 
@@ -243,7 +286,10 @@ def _execute(
             failure = Failure(-1, "", f"the kernel did not start: {error}")
     if failure is None or not log.stat().st_size:
         log.unlink()
-    headlines = tuple(collect_headlines(nbformat.read(copy, as_version=4)))
+    try:
+        headlines = tuple(collect_headlines(nbformat.read(copy, as_version=4)))
+    except NotebookError as error:
+        raise NotebookError(f"{notebook.name}: {error}") from None
     return Result(notebook, copy, time.monotonic() - start, headlines, failure)
 
 
@@ -365,10 +411,14 @@ def _compare_or_write(result: Result, *, check: bool, in_place: bool) -> Result:
     """Hold a successful run against the notebook's own outputs, or put its outputs there."""
     import nbformat
 
-    committed = nbformat.read(result.notebook.path, as_version=4)
+    committed = read_notebook(result.notebook.path)
     fresh = committable(committed, nbformat.read(result.copy, as_version=4))
     if in_place:
         write_notebook(fresh, result.notebook.path)
     if check:
-        result = dataclasses.replace(result, stale=tuple(differences(committed, fresh)))
+        try:
+            stale = tuple(differences(committed, fresh))
+        except NotebookError as error:
+            raise NotebookError(f"{result.notebook.name}, as committed: {error}") from None
+        result = dataclasses.replace(result, stale=stale)
     return result

@@ -11,10 +11,14 @@ import platform
 import sys
 from typing import TYPE_CHECKING
 
+from dcp_lab.notebooks.parameters import NotebookError
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 HEADLINE_MIME = "application/vnd.dcp-lab.headline+json"
+# Where a number comes from (data/README.md); computed: by the notebook, from its own inputs.
+BASES = ("published", "measured", "modelled", "computed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Headline:
         unit: Its unit, "" for a plain number.
         digits: Significant digits that mean something.
         varies: Whether another run or machine may give another value: a time, a rounding error.
+        basis: One of BASES, "" where the notebook does not say.
     """
 
     name: str
@@ -34,6 +39,14 @@ class Headline:
     unit: str = ""
     digits: int = 3
     varies: bool = False
+    basis: str = ""
+
+    @property
+    def half_of_last_digit(self) -> float:
+        """Half of the place of the last digit that text shows; an int is shown whole: 0."""
+        if isinstance(self.value, int) or self.value == 0:
+            return 0.0
+        return 0.5 * 10.0 ** -_last_place(self.value, self.digits)
 
     @property
     def text(self) -> str:
@@ -42,13 +55,18 @@ class Headline:
         return f"{format_number(self.value, self.digits)}{glue}{self.unit}"
 
 
+def _last_place(value: float, digits: int) -> int:
+    """Return how many places behind the point the last of so many significant digits stands."""
+    return digits - 1 - math.floor(math.log10(abs(value)))
+
+
 def format_number(value: float, digits: int) -> str:
     """Return an int whole and a float with this many significant digits."""
     if isinstance(value, int):
         return f"{value:,}"
     if value == 0:
         return "0"
-    place = digits - 1 - math.floor(math.log10(abs(value)))
+    place = _last_place(value, digits)
     rounded = round(value, place)
     if not 1e-4 <= abs(rounded) < 1e6:
         return f"{value:.{digits - 1}e}"
@@ -56,7 +74,13 @@ def format_number(value: float, digits: int) -> str:
 
 
 def headline(
-    name: str, value: float, unit: str = "", digits: int = 3, *, varies: bool = False
+    name: str,
+    value: float,
+    unit: str = "",
+    digits: int = 3,
+    *,
+    varies: bool = False,
+    basis: str = "",
 ) -> None:
     """Show one headline number and mark it for the runner.
 
@@ -70,9 +94,11 @@ def headline(
         digits: Significant digits to show. Default: 3.
         varies: True for what another run or machine may change (a time, a rounding error), which
             the check of committed outputs then leaves out. Default: False.
+        basis: Where it comes from: "published", "measured", "modelled" (data/README.md) or
+            "computed" (here, from the notebook's own inputs). Default: "", not said.
 
     Raises:
-        ValueError: value is not a finite number, or digits < 1.
+        ValueError: value is not a finite number, digits < 1, or basis is not one of these.
     """
     number = value.item() if hasattr(value, "item") else value
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
@@ -80,7 +106,10 @@ def headline(
         raise ValueError(f"headline {name!r}: value: expected a finite number, got {value!r}")
     if digits < 1:
         raise ValueError(f"headline {name!r}: digits: expected an int >= 1, got {digits!r}")
-    line = Headline(name, number, unit, digits, varies)
+    if basis and basis not in BASES:
+        expected = ", ".join(BASES)
+        raise ValueError(f"headline {name!r}: basis: expected one of {expected}, got {basis!r}")
+    line = Headline(name, number, unit, digits, varies, basis)
     text = f"{name}: {line.text}"
     # Inside a kernel IPython is loaded already; elsewhere it must not be loaded for this.
     ipython = sys.modules.get("IPython")
@@ -93,13 +122,34 @@ def headline(
 
 
 def collect_headlines(nb: NotebookNode) -> list[Headline]:
-    """Return the headline numbers in a notebook's outputs, in order."""
-    return [
-        Headline(**output["data"][HEADLINE_MIME])
-        for cell in nb.cells
-        for output in cell.get("outputs", [])
-        if HEADLINE_MIME in output.get("data", {})
-    ]
+    """Return the headline numbers in a notebook's outputs, in order.
+
+    Raises:
+        NotebookError: One of them is not what `headline` writes.
+    """
+    found = []
+    for index, cell in enumerate(nb.cells):
+        for output in cell.get("outputs", []):
+            if HEADLINE_MIME not in output.get("data", {}):
+                continue
+            said = output["data"][HEADLINE_MIME]
+            if not _is_headline(said):
+                raise NotebookError(
+                    f"cell {index}: headline: expected what dcp_lab.notebooks.headline writes, "
+                    f"got {str(said)[:80]}; run the notebook again"
+                )
+            found.append(Headline(**said))
+    return found
+
+
+def _is_headline(said: object) -> bool:
+    """Return whether this has a name and a finite value, and nothing that Headline lacks."""
+    fields = {field.name: field.type for field in dataclasses.fields(Headline)}
+    if not isinstance(said, dict) or not {"name", "value"} <= set(said) <= set(fields):
+        return False
+    kinds = {"str": str, "float": (int, float), "int": int, "bool": bool}
+    right = all(isinstance(value, kinds[fields[key]]) for key, value in said.items())
+    return right and math.isfinite(said["value"]) and said.get("digits", 1) >= 1
 
 
 def machine_line() -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 RECORD_TAG = "dcp-lab-record"
 # Tag of a cell whose printed numbers may differ from run to run or machine to machine.
 VARIES_TAG = "varies"
+# What metadata.dcp_lab holds in a committed notebook.
+ABOUT_KEYS = ("kind", "needs")
 # Cells that are not in the repository's notebook: the runner's and papermill's.
 ADDED_TAGS = {RECORD_TAG, "injected-parameters", "papermill-error-cell-tag"}
 
@@ -47,8 +49,9 @@ def committable(source: NotebookNode, executed: NotebookNode) -> NotebookNode:
         for output in cell.outputs:
             if output.output_type == "execute_result":
                 output.execution_count = count
+    about = nb.metadata["dcp_lab"]
     nb.metadata = type(nb.metadata)(
-        dcp_lab={"kind": nb.metadata["dcp_lab"]["kind"]},
+        dcp_lab={key: about[key] for key in ABOUT_KEYS if key in about},
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
     )
@@ -58,9 +61,10 @@ def committable(source: NotebookNode, executed: NotebookNode) -> NotebookNode:
 def differences(committed: NotebookNode, fresh: NotebookNode) -> list[str]:
     """Return where the outputs of two runs of one notebook differ, a line each.
 
-    Headline numbers must agree to half of their last digit, printed text word by word and its
-    numbers within 0.1 %, figures and tables in kind and number. What varies by its nature is left
-    out: headlines with varies=True, cells tagged 'varies', anything on stderr.
+    Headline numbers must agree to half of the last digit that is shown and have the same unit,
+    printed text must agree word by word and its numbers within 0.1 %, figures and tables in kind
+    and number. What varies by its nature is left out: values of headlines with varies=True, cells
+    tagged 'varies', anything on stderr.
     """
     found = []
     old_numbers, new_numbers = collect_headlines(committed), collect_headlines(fresh)
@@ -70,8 +74,12 @@ def differences(committed: NotebookNode, fresh: NotebookNode) -> list[str]:
         found.append(f"headline numbers: committed {old_names}, now {new_names}")
     else:
         for old, new in zip(old_numbers, new_numbers, strict=True):
-            slack = 0.5 * 10.0 ** (1 - new.digits) * max(abs(old.value), abs(new.value))
-            if not new.varies and abs(old.value - new.value) > slack:
+            if new.varies and new.unit == old.unit:
+                continue
+            apart = abs(old.value - new.value) > max(
+                old.half_of_last_digit, new.half_of_last_digit
+            )
+            if apart or new.unit != old.unit:
                 found.append(f"{new.name}: committed {old.text}, now {new.text}")
     for index, (old_cell, new_cell) in enumerate(zip(committed.cells, fresh.cells, strict=True)):
         if new_cell.cell_type != "code" or VARIES_TAG in new_cell.metadata.get("tags", []):

@@ -14,9 +14,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcp_lab.notebooks.books import KINDS, title_of
+from dcp_lab.notebooks.books import KINDS, read_notebook, title_of
 from dcp_lab.notebooks.headlines import Headline, collect_headlines
 from dcp_lab.notebooks.outputs import RECORD_TAG
+from dcp_lab.notebooks.parameters import NotebookError
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -53,6 +54,9 @@ def write_report(copies: Sequence[Path], path: Path) -> Path:
     Args:
         copies: Executed copies as the runner leaves them, in the order of the page.
         path: The page; written whole or not at all.
+
+    Raises:
+        NotebookError: A copy is broken or was not made by the runner.
     """
     import jinja2
     from pygments.formatters import HtmlFormatter
@@ -78,10 +82,10 @@ def write_report(copies: Sequence[Path], path: Path) -> Path:
 
 def _chapter(copy: Path, names: Collection[str]) -> Chapter:
     """Return an executed notebook as part of a report that holds the notebooks `names`."""
-    import nbformat
-
-    nb = nbformat.read(copy, as_version=4)
-    about = nb.metadata["dcp_lab"]
+    nb = read_notebook(copy)
+    about = nb.metadata.get("dcp_lab")
+    if not isinstance(about, dict) or about.get("kind") not in KINDS:
+        raise NotebookError(f"{copy.name}: expected an executed copy, got no dcp_lab metadata")
     outputs = [output for cell in nb.cells for output in cell.get("outputs", [])]
     _describe_figures(nb)
     return Chapter(
@@ -90,9 +94,16 @@ def _chapter(copy: Path, names: Collection[str]) -> Chapter:
         kind=about["kind"],
         run=dict(about.get("run", {})),
         failed=any(output.output_type == "error" for output in outputs),
-        headlines=collect_headlines(nb),
+        headlines=_headlines(nb, copy.name),
         body=_body(nb, copy.stem, names),
     )
+
+
+def _headlines(nb: NotebookNode, name: str) -> list[Headline]:
+    try:
+        return collect_headlines(nb)
+    except NotebookError as error:
+        raise NotebookError(f"{name}: {error}") from None
 
 
 def _describe_figures(nb: NotebookNode) -> None:
