@@ -2,7 +2,7 @@
 parallelism.
 
 Importing the package is cheap: it loads neither triton nor vllm. Each public name below loads its
-    room when it is first used.
+room when it is first used.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _HOMES = {
     "write_mla_kv": "dcp_lab.ops.mla",
     "merge_states": "dcp_lab.ops.merge",
     "make_reducer": "dcp_lab.reducers",
+    "capture": "dcp_lab.graphs.capture",
+    "audit": "dcp_lab.graphs.audit",
+    "count_launches": "dcp_lab.graphs.launches",
+    "resolve_cudagraph_mode": "dcp_lab.graphs.policy",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -230,6 +230,46 @@ def _fuse(
     raise ValueError(f"fused: expected 'pages', 'dims' or None, got {fused!r}")
 
 
+def error_and_budget(
+    got: torch.Tensor,
+    reference: torch.Tensor,
+    eager: torch.Tensor,
+    *,
+    eps: float | None = None,
+    least_scale: float = 0.0,
+) -> tuple[float, float]:
+    """Return the largest error of a result, and what it may be: the lab's one error budget.
+
+    error = max |got - reference|,  budget = 2 (max |eager - reference| + eps max |reference|)
+
+    Elements where the reference is infinite are left out.
+
+    Args:
+        got: What is tested.
+        reference: The float64 oracle's result.
+        eager: The same in got's dtype by plain torch.
+        eps: One rounding step. Default: that of got's dtype.
+        least_scale: What max |reference| counts as at least; 1 for an LSE, whose error is a
+            relative error of the weight exp(lse), however near 0 it is. Default: 0.
+    """
+    eps = torch.finfo(got.dtype).eps if eps is None else eps
+    error, eager_error, scale = _errors(got, reference, eager, least_scale)
+    return error.max().item(), 2 * (eager_error + eps * scale)
+
+
+def _errors(
+    got: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor, least_scale: float
+) -> tuple[torch.Tensor, float, float]:
+    """Return |got - reference|, the largest |eager - reference|, and the scale of a step."""
+    got, reference, eager = got.double(), reference.double(), eager.double()
+    infinite = reference.isinf()
+    zero = torch.zeros((), dtype=torch.float64, device=reference.device)
+    error = torch.where(infinite, zero, got - reference).abs()
+    eager_error = torch.where(infinite, zero, eager - reference).abs().max().item()
+    scale = torch.where(infinite, zero, reference).abs().max().item()
+    return error, eager_error, max(least_scale, scale)
+
+
 def assert_within_budget(
     name: str,
     got: torch.Tensor | AttnState,
@@ -239,6 +279,8 @@ def assert_within_budget(
     """Assert that a result is as right as plain torch in the same dtype, within a factor of two.
 
     err(got) <= 2 (err(eager) + eps(got.dtype) max |reference|),  err(x) = max |x - reference|
+
+    (error_and_budget gives the two sides as numbers.)
 
     Infinities have to stand exactly where the reference has them, and NaN nowhere. An AttnState is
     checked part by part. Its out at 16 bits is also checked with each row divided by its largest
@@ -292,12 +334,8 @@ def _assert_budget(
         assert not wrong.any(), f"{name}: {who}: {int(wrong.sum())} infinities not as in reference"
     if infinite.all():
         return
-    zero = torch.zeros((), dtype=torch.float64, device=reference.device)
-    scale = max(least_scale, torch.where(infinite, zero, reference).abs().max().item())
-    error = torch.where(infinite, zero, got - reference).abs()
-    eager_error = torch.where(infinite, zero, eager - reference).abs().max().item()
-    budget = 2 * (eager_error + eps * scale)
-    worst = error.max().item()
+    error, eager_error, scale = _errors(got, reference, eager, least_scale)
+    worst, budget = error_and_budget(got, reference, eager, eps=eps, least_scale=least_scale)
     where = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     assert worst <= budget, (
         f"{name}: error {worst:.3g} at {where} (got {got[tuple(where)].item():.6g}, reference "

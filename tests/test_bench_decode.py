@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp_lab.bench import decode as bench
-from dcp_lab.bench import record, timing
+from dcp_lab.bench import decode_targets, record, sweep, timing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = bench.DecodeShape(3, 32, num_q_heads=4, num_kv_heads=2, head_dim=32)
@@ -41,7 +41,7 @@ def test_shapes_are_read():
 def test_every_attention_is_checked_before_it_is_timed():
     """Paged, gathered and contiguous attention pass the gate on the inputs that would be timed."""
     x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
-    variants = [bench.paged_variant(x), bench.sdpa_variant(x)]
+    variants = [bench.paged_variant(x), *bench.sdpa_variants(x)]
     variants += [bench.gather_variant(x, g) for g in ("per_token", "per_page")]
     for variant in variants:
         errors = bench.check_variant(x, variant)
@@ -67,11 +67,107 @@ def test_a_wrong_result_is_not_timed(broken):
         bench.check_variant(x, bench.Variant("broken", "planned", call))
 
 
-def test_rows_without_a_check_are_refused(tmp_path):
-    """The table takes no attention time without its error."""
-    row = {**record.provenance(), "op": "paged_decode", "variant": "x", "median_us": 1.0}
-    with pytest.raises(ValueError):
-        record.write_rows(tmp_path / "decode.csv", [row], record.DECODE)
+def replay_of(x: bench.Layers, variant: bench.Variant):
+    """Return what stands for a graph's replay: the variant's calls, one layer after the other."""
+    return lambda: [variant.call(layer) for layer in range(x.layers)]
+
+
+def test_replays_are_checked_too():
+    """A replay that writes every layer rightly passes, with the errors of an eager call."""
+    x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
+    right = bench.paged_variant(x)
+    errors = bench.check_variant(x, right, replay_of(x, right))
+    assert errors == bench.check_variant(x, right)
+
+
+@pytest.mark.parametrize("broken", ["nothing", "one layer", "one row", "other inputs", "lse"])
+def test_a_wrong_replay_is_not_timed(broken):
+    """A graph that replays nothing, not all, or other inputs than the eager call is refused."""
+    x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
+    right = bench.paged_variant(x)
+    bench.check_variant(x, right)
+    queries = x.q.clone()
+
+    def replay() -> None:
+        if broken == "nothing":
+            return
+        if broken == "other inputs":
+            x.q.normal_()
+        replay_of(x, right)()
+        x.q.copy_(queries)
+        if broken == "one layer":
+            x.out[1:].fill_(torch.nan)
+        if broken == "one row":
+            # A request between the first and the last, which are compared with float64.
+            x.out[0, 1, 0] = torch.nan
+        if broken == "lse":
+            x.lse.fill_(torch.nan)
+
+    with pytest.raises(RuntimeError, match="not timed.*paged_decode planned.*replayed"):
+        bench.check_variant(x, right, replay)
+
+
+def test_a_peers_own_lse_is_emptied_before_a_replay():
+    """What an earlier eager call left in a peer's own LSE does not pass for the replay's."""
+    x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
+    ours, kept = bench.paged_variant(x), torch.zeros_like(x.lse)
+
+    def call(layer: int) -> None:
+        ours.call(layer)
+        kept[layer] = x.lse[layer]
+
+    peer = bench.Variant("peer", "own lse", call, lse=lambda layer: kept[layer])
+    bench.check_variant(x, peer, replay_of(x, peer))
+    with pytest.raises(RuntimeError, match="not timed"):
+        bench.check_variant(x, peer, replay_of(x, ours))
+
+
+def test_l2_is_cold_only_where_the_bytes_say_so():
+    """The label follows the bytes that a replay touches, not the layers that were asked for."""
+    x = bench.make_layers(TINY, dtype=torch.float32, device="cpu")
+    assert x.layers * x.kv_bytes < bench.MIN_COLD_BYTES and x.l2 == "warm"
+    x.layers = int(bench.cold_bytes() / x.kv_bytes) + 1
+    assert x.l2 == "cold"
+
+
+def test_what_cannot_be_measured_is_said(capsys, monkeypatch, tmp_path):
+    """Unsupported shapes, and rows that nobody could keep, give status 2 without a traceback."""
+    monkeypatch.setattr(bench, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    source = {"gpu": "NVIDIA H200", "git_commit": "unknown"}
+    monkeypatch.setattr(record, "provenance", lambda: source)
+    assert bench.main(["--shape", "2x64"]) == 2
+    assert "expected a git commit for the rows, got 'unknown'" in capsys.readouterr().err
+
+    def refuse(shape, **_):
+        raise ValueError("head_dim: expected a multiple of 16")
+
+    source["git_commit"] = "0" * 40
+    monkeypatch.setattr(bench, "measure_shape", refuse)
+    assert bench.main(["--shape", "2x64", "--out", str(tmp_path / "decode_x.csv")]) == 2
+    assert "head_dim: expected a multiple of 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "name"),
+    [
+        ("NVIDIA H200", 1, "h200"),
+        ("NVIDIA H200", 2, "h200x2"),
+        ("AMD Instinct MI355X", 1, "mi355x"),
+        ("NVIDIA H100 80GB HBM3", 1, "h100_80gb_hbm3"),
+    ],
+)
+def test_tables_are_named_by_their_gpu(gpu, count, name):
+    """Rows of one machine never land in another one's table by default."""
+    assert record.machine_name(gpu, count) == name
+
+
+def test_a_sweep_reads_shapes_alike(capsys):
+    """The sweep takes what the bench takes, and refuses the rest with status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(["--shape", "16x"])
+    assert stopped.value.code == 2
+    assert "shape: expected REQUESTSxTOKENS" in capsys.readouterr().err
 
 
 def test_needs_a_gpu(capsys, monkeypatch):
@@ -83,6 +179,10 @@ def test_needs_a_gpu(capsys, monkeypatch):
     assert capsys.readouterr().out.strip() == "16x2048 16q/1kv d128"
     assert bench.main(["--shape", "nonsense"]) == 2
     assert bench.main(["--samples", "1"]) == 2
+    assert bench.main(["--grid", "--shape", "16x2048"]) == 2
+    capsys.readouterr()
+    assert bench.main(["--grid", "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(decode_targets.grid())
 
 
 def test_percentiles():

@@ -138,7 +138,9 @@ def test_targets_met() -> None:
     """Every target is judged: direct at 4 sizes, 2 x 3 a cell of 8, both together once."""
     found = judged(whole_table())
     assert len(found) == 4 + 8 * 6 + 1
-    assert all(verdict.met for verdict in found), [str(v) for v in found if not v.met]
+    assert all(verdict.state == "holds" for verdict in found), [
+        str(v) for v in found if v.state != "holds"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -157,37 +159,46 @@ def test_targets_met() -> None:
 def test_targets_missed(name: str, us: float, missed: int) -> None:
     """A time over its limit, or a yardstick below it, misses as many targets as it stands in."""
     found = judged(whole_table(**{name: us}))
-    assert sum(not verdict.met for verdict in found) == missed
+    assert sum(verdict.state != "holds" for verdict in found) == missed
 
 
 def test_what_was_not_measured_is_missed() -> None:
     """Without vLLM's rows, or without a cell, the targets that need them are not met."""
     rows = [row for row in whole_table() if not str(row["variant"]).startswith("vllm")]
-    found = [verdict for verdict in judged(rows) if not verdict.met]
-    assert len(found) == 8 * 4 and "(limit not measured)" in str(found[0])
+    found = [verdict for verdict in judged(rows) if verdict.state != "holds"]
+    assert len(found) == 8 * 4 and "its yardstick was not measured" in str(found[0])
     rows = [row for row in whole_table() if row["tokens"] != 16 or row["head_dim"] != 128]
-    found = [verdict for verdict in judged(rows) if not verdict.met]
+    found = [verdict for verdict in judged(rows) if verdict.state != "holds"]
     assert len(found) == 1 + 6 + 1 and "not measured" in str(found[0])
 
 
 def test_the_latest_run_is_judged() -> None:
     """A later run of a cell replaces an earlier one, in both directions."""
     bad, good = whole_table("01", direct=9.0), whole_table("02")
-    assert all(verdict.met for verdict in judged(bad + good))
+    assert all(verdict.state == "holds" for verdict in judged(bad + good))
     bad, good = whole_table("02", direct=9.0), whole_table("01")
-    assert sum(not verdict.met for verdict in judged(bad + good)) == 4
+    assert sum(verdict.state != "holds" for verdict in judged(bad + good)) == 4
 
 
 def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--gate fails without a table and with a missed target, and counts what is met."""
+    """--gate fails with nothing measured and with a missed target, and counts what holds."""
     path = tmp_path / "reduce_test.csv"
+    assert bench.main(["--gate", "--out", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert "reduce_test.csv: nothing measured yet" in printed
+    assert "0 of 53 targets hold, 0 are missed, 53 not measured" in printed
+    path.write_text("op\nreduce\n")
     assert bench.main(["--gate", "--out", str(path)]) == 2
-    assert "expected a table at reduce_test.csv" in capsys.readouterr().err
+    assert "reduce_test.csv: has no column 'date_utc'" in capsys.readouterr().err
+    path.unlink()
     record.write_rows(path, whole_table(both=8.0), record.REDUCE)
     assert bench.main(["--gate", "--out", str(path)]) == 1
     printed = capsys.readouterr().out
-    assert "MISS  direct gather and reduce, 16 tokens, d128: 8.00 (limit 7.50)" in printed
-    assert "52 of 53 targets met" in printed
+    assert (
+        "missed        direct gather and reduce, 16 tokens, d128: 8.00 us, at most 7.50 us, "
+        "by 0.50 us"
+    ) in printed
+    assert "52 of 53 targets hold, 1 are missed, 0 not measured" in printed
     record.write_rows(path, whole_table(), record.REDUCE, mode="replace")
     assert bench.main(["--gate", "--out", str(path)]) == 0
 

@@ -4,10 +4,9 @@
 
 The public ops run with the launches caught: each kernel is compiled for gfx942 (MI300X) and gfx950
 (MI355X) with the arguments, launch config and specialisation that the op would launch there, and
-its
-assembly is read: registers, spills, scratch, LDS, matrix instructions (MFMA), and how wide the
-    loads are. Nothing is run, so this proves that the code builds and fits, not that it is right
-    or fast.
+its assembly is read: registers, spills, scratch, LDS, matrix instructions (MFMA), and how wide
+the loads are. Nothing is run, so this proves that the code builds and fits, not that it is right
+or fast.
 
 --check fails on any spill or scratch use, on LDS beyond the chip's limit, on a decode kernel
 without MFMA or without 16-byte loads, and when the committed table (data/compiled/amd_kernels.csv)

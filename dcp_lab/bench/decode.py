@@ -1,18 +1,24 @@
 """Decode attention on one GPU: paged, gathered and contiguous, checked, then timed.
 
-    dcp-lab bench decode [--shape 16x2048 ...] [--out rows.csv]
+    dcp-lab bench decode [--shape 16x2048 ... | --grid] [--peers] [--out rows.csv]
+    dcp-lab bench decode --gate [--out rows.csv]
 
 Variants of one shape: `paged_decode` (reads the pages in place), `gather_decode` with either
-    gather (copies the pages into contiguous buffers, then attends those), torch's SDPA on KV that
-    lies contiguous already (what no paged cache offers, without an LSE), and `read_pages`, which
-    only reads
-the same pages: the floor that any of them could reach.
+gather (copies the pages into contiguous buffers, then attends those), torch's SDPA on KV that lies
+contiguous already (what no paged cache offers, without an LSE), and `read_pages`, which only reads
+the same pages in their order, one page a program: a measured reference in the same run, not a hard
+bound. With --peers, the peers of dcp_lab/peers that can run here.
 
-Protocol: each variant runs once on each of several layers of distinct KV, more than three times L2
-together, so L2 is cold; in a graph and eagerly; variants take turns; every sample of a variant is
-kept until the percentiles are made. Out and LSE are compared with float64 on the very inputs that
-are timed, on the first and the last request of the first and the last layer, before any timing; a
-variant that is off is not timed and the command fails.
+Protocol: each variant runs once on each of several layers of distinct KV, more than three times
+the last-level cache together where the shape allows it (column l2: cold; else warm); in a graph
+and eagerly; variants take turns; every sample of a variant is kept until the percentiles are made.
+Out and LSE are compared with float64 on the very inputs that are timed, on the first and the last
+request of the first and the last layer: of eager calls and of a replay of the very graph that is
+timed, into outputs that were filled with NaN, before any timing and again after it. A variant that
+is off is not timed and the command fails.
+
+--gate measures nothing: it recomputes the speed targets from the table's rows and says of each
+whether it holds, by how much it is missed, or that it is not measured.
 
 The work table (`plan`) is prepared once a step for all layers and timed as a row of its own; the
 rows of paged_decode do not hold it.
@@ -33,19 +39,36 @@ import torch
 from tqdm import tqdm
 
 from dcp_lab.analysis.tables import measured_path
-from dcp_lab.bench import costs, record, timing
+from dcp_lab.bench import costs, decode_targets, record, timing
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.ops.decode import BoundDecode, paged_decode
 from dcp_lab.ops.gather import GatherWorkspace, gather_decode
 from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
-from dcp_lab.peers import DECODE_PEERS
+from dcp_lab.peers import DECODE_PEERS, SDPA, PeerCall
 from dcp_lab.reference import eager_decode, reference_decode
 from dcp_lab.state import AttnState
-from dcp_lab.testing import assert_within_budget
+from dcp_lab.testing import assert_within_budget, error_and_budget
 
-# Distinct KV of a run: three times the 60 MB L2 of an H200, and at least 8 layers.
+# Distinct KV of a run: three times the last cache before memory, and at least 8 layers where they
+# fit. AMD's CDNA3 and CDNA4 have 256 MB of Infinity Cache behind an L2 (CDNA 3 white paper);
+# NVIDIA's last cache is the L2, 60 MB on an H200.
+CACHE_MULTIPLE = 3
 MIN_COLD_BYTES = 200_000_000
+INFINITY_CACHE_BYTES = 256 << 20
 MIN_LAYERS = 8
+MAX_LAYERS = 512
+# All layers of a shape together: what an H200 holds beside the outputs and the check.
+MAX_KV_BYTES = 70_000_000_000
+
+
+def cold_bytes() -> int:
+    """Return how many distinct bytes have to go by before a replay finds nothing in a cache."""
+    if not torch.cuda.is_available():
+        return MIN_COLD_BYTES
+    cache = INFINITY_CACHE_BYTES
+    if not torch.version.hip:
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(MIN_COLD_BYTES, CACHE_MULTIPLE * cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +161,11 @@ class Layers:
             kv_itemsize=self.kv.element_size(),
         )
 
+    @property
+    def l2(self) -> str:
+        """Return 'cold' if the bytes that one replay touches push one another out, else 'warm'."""
+        return "cold" if self.layers * self.kv_bytes >= cold_bytes() else "warm"
+
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of a layer as views of its pages."""
         return self.kv[layer][:, 0], self.kv[layer][:, 1]
@@ -152,8 +180,10 @@ def make_layers(
     pages = [math.ceil(n / shape.page_size) for n in lens]
     per_page = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim
     layer_bytes = sum(pages) * per_page * dtype.itemsize
-    layers = max(MIN_LAYERS, math.ceil(MIN_COLD_BYTES / layer_bytes)) if device == "cuda" else 2
-    layers = min(layers, 512)
+    # A page's unused slots take room and are not read.
+    touched = sum(lens) * per_page * dtype.itemsize / shape.page_size
+    layers = max(MIN_LAYERS, math.ceil(cold_bytes() / touched)) if device == "cuda" else 2
+    layers = max(1, min(layers, MAX_LAYERS, int(MAX_KV_BYTES / layer_bytes)))
     kv = torch.empty(
         layers,
         sum(pages),
@@ -296,26 +326,19 @@ def gather_variant(x: Layers, gather: str) -> Variant:
     return Variant("gather_decode", gather, call, kv_traffic=3.0)
 
 
-def sdpa_variant(x: Layers) -> Variant:
-    """Return torch SDPA on a layer's memory read as contiguous KV [B, tokens, Hkv, D]."""
-    shape = x.shape
+def peer_variant(op: str, name: str, made: PeerCall) -> Variant:
+    """Return a peer's call as a variant."""
+    has_lse = made.lse is not None
+    return Variant(op, name, made.run, has_lse, contiguous=made.contiguous, lse=made.lse)
 
-    def contiguous(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = x.kv[layer].view(2, shape.requests, -1, shape.num_kv_heads, shape.head_dim)
-        return rows[0], rows[1]
 
-    def call(layer: int) -> None:
-        k, v = (rows.transpose(1, 2) for rows in contiguous(layer))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            x.q[layer].unsqueeze(2), k, v, enable_gqa=shape.num_q_heads != shape.num_kv_heads
-        )
-        x.out[layer].copy_(out.squeeze(2))
-
-    return Variant("sdpa", "contiguous", call, has_lse=False, contiguous=contiguous)
+def sdpa_variants(x: Layers) -> list[Variant]:
+    """Return torch's SDPA on contiguous KV, where the shape allows it."""
+    return [peer_variant(SDPA.name, name, make()) for name, make in SDPA.calls(x).items()]
 
 
 def read_variant(x: Layers) -> Variant:
-    """Return the page-ordered read of the same bytes, one page a program."""
+    """Return the page-ordered read of the same bytes, one page a program: a reference."""
     from dcp_lab.kernels.probe import _read_pages_kernel
 
     pages = x.block_table.shape[1] * x.shape.requests
@@ -362,12 +385,26 @@ class Errors:
     error_budget: float | None = None
     lse_error_budget: float | None = None
 
+    def keep_worst(self, name: str, budget_name: str, error: float, budget: float) -> None:
+        """Take one more comparison into the largest error and the largest budget."""
+        setattr(self, name, max(getattr(self, name) or 0.0, error))
+        setattr(self, budget_name, max(getattr(self, budget_name) or 0.0, budget))
 
-def check_variant(x: Layers, variant: Variant) -> Errors:
+
+def check_variant(
+    x: Layers, variant: Variant, replay: Callable[[], object] | None = None
+) -> Errors:
     """Compare a variant with float64 on the inputs that will be timed.
 
     The first and the last request of the first and the last layer; allowed is
-    2 * (error of plain torch in the same dtype + one rounding step), see dcp_lab.testing.
+    2 * (error of plain torch in the same dtype + one rounding step), see dcp_lab.testing. All
+    outputs are NaN before.
+
+    Args:
+        x: The inputs and where the outputs go.
+        variant: What is checked.
+        replay: Does all layers at once, as a graph that was captured from the variant; then its
+            outputs are compared, and no element of any layer may be NaN. Default: eager calls.
 
     Raises:
         RuntimeError: An error is over its budget, or the result is not finite.
@@ -375,10 +412,24 @@ def check_variant(x: Layers, variant: Variant) -> Errors:
     errors = Errors()
     if not variant.checked:
         return errors
+    how = "eager" if replay is None else "replayed"
+    nan = float("nan")
+    x.out.fill_(nan)
+    x.lse.fill_(nan)
+    if replay is not None:
+        if variant.lse is not None:
+            for layer in range(x.layers):
+                variant.lse(layer).fill_(nan)
+        replay()
+        unwritten = [layer for layer in range(x.layers) if x.out[layer].isnan().any()]
+        if unwritten:
+            raise RuntimeError(
+                f"not timed, since its result is off: {variant.op} {variant.variant}, "
+                f"{x.shape.name}, replayed: NaN in layers {unwritten[:5]}"
+            )
     for layer in sorted({0, x.layers - 1}):
-        x.out[layer].fill_(float("nan"))
-        x.lse[layer].fill_(float("nan"))
-        variant.call(layer)
+        if replay is None:
+            variant.call(layer)
         for request in sorted({0, x.shape.requests - 1}):
             one = slice(request, request + 1)
             inputs = (*x.caches(layer), x.block_table[one], x.seq_lens[one])
@@ -390,40 +441,24 @@ def check_variant(x: Layers, variant: Variant) -> Errors:
             lse = x.lse[layer] if variant.lse is None else variant.lse(layer)
             got = AttnState(x.out[layer][one], lse[one])
             compared = (got, truth, eager) if variant.has_lse else (got.out, truth.out, eager.out)
-            where = f"{variant.op} {variant.variant}, {x.shape.name}, layer {layer}"
+            where = f"{variant.op} {variant.variant}, {x.shape.name}, {how}, layer {layer}"
             try:
                 assert_within_budget(f"{where}, request {request}", *compared)
             except AssertionError as wrong:
                 raise RuntimeError(f"not timed, since its result is off: {wrong}") from None
-            _keep_worst(errors, "out_error", "error_budget", got.out, truth.out, eager.out)
+            found = error_and_budget(got.out, truth.out, eager.out)
+            errors.keep_worst("out_error", "error_budget", *found)
             if variant.has_lse:
-                _keep_worst(errors, "lse_error", "lse_error_budget", got.lse, truth.lse, eager.lse)
+                found = error_and_budget(got.lse, truth.lse, eager.lse, least_scale=1.0)
+                errors.keep_worst("lse_error", "lse_error_budget", *found)
     return errors
-
-
-def _keep_worst(
-    errors: Errors,
-    name: str,
-    budget_name: str,
-    got: torch.Tensor,
-    truth: torch.Tensor,
-    eager: torch.Tensor,
-) -> None:
-    """Take one more comparison into the largest error and the largest budget."""
-    error = float((got.double() - truth).abs().max())
-    step = torch.finfo(got.dtype).eps * float(truth.abs().max())
-    budget = 2 * (float((eager.double() - truth).abs().max()) + step)
-    setattr(errors, name, max(getattr(errors, name) or 0.0, error))
-    setattr(errors, budget_name, max(getattr(errors, budget_name) or 0.0, budget))
 
 
 def variants_of(x: Layers) -> list[Variant]:
     """Return every variant that fits the shape."""
     found = [paged_variant(x), bound_variant(x)]
     found += [gather_variant(x, gather) for gather in ("per_token", "per_page")]
-    if x.shape.lengths == "equal" and x.shape.context_tokens % x.shape.page_size == 0:
-        found.append(sdpa_variant(x))
-    return [*found, read_variant(x), plan_variant(x)]
+    return [*found, *sdpa_variants(x), read_variant(x), plan_variant(x)]
 
 
 def peer_variants(x: Layers) -> list[Variant]:
@@ -441,9 +476,7 @@ def peer_variants(x: Layers) -> list[Variant]:
         for name, make in peer.calls(x).items():
             try:
                 made = make()
-                variant = Variant(
-                    peer.name, name, made.run, has_lse=made.lse is not None, lse=made.lse
-                )
+                variant = peer_variant(peer.name, name, made)
                 check_variant(x, variant)
             except Exception as wrong:
                 print(f"peer {peer.name} {name}: left out: {wrong}"[:300], file=sys.stderr)
@@ -478,10 +511,17 @@ def measure_shape(
         call(0)
     launches = {key: timing.kernel_launches(call) for key, call in calls.items()}
     graphs = {key: timing.capture_layers(call, x.layers) for key, call in calls.items()}
+
+    def check_replays() -> None:
+        for v in found:
+            check_variant(x, v, graphs[v.op + v.variant].replay)
+
+    check_replays()
     in_graph = timing.graph_times(graphs, layers=x.layers, samples=samples)
+    # Before any eager call, which gives a peer that allocates its LSE another one.
+    check_replays()
     wall, host = timing.eager_times(calls, layers=x.layers, samples=max(5, samples // 2))
     for v in found:
-        # Still right after the replays: a captured buffer that moved would show here.
         check_variant(x, v)
     floor_us = timing.percentiles(in_graph["read_pagesfloor"])[0]
     rows = []
@@ -503,7 +543,7 @@ def measure_shape(
                     "context_tokens": shape.context_tokens,
                     "lengths": shape.lengths,
                     "mode": mode,
-                    "l2": "cold",
+                    "l2": x.l2,
                     "layers": x.layers,
                     "samples": len(samples_us),
                     "median_us": round(median, 3),
@@ -568,13 +608,25 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("--samples", type=int, default=25, help="graph replays of each variant")
     parser.add_argument(
-        "--out", type=Path, help="CSV to append to (default: data/measured/decode_h200.csv)"
+        "--out",
+        type=Path,
+        help="CSV to append to, or to judge (default: data/measured/decode_GPU.csv of this "
+        "machine's GPU; with --gate, of an H200)",
     )
+    parser.add_argument("--grid", action="store_true", help="every cell that --gate judges")
+    parser.add_argument("--gate", action="store_true", help="measure nothing: judge the table")
     parser.add_argument("--peers", action="store_true", help="measure the peers that are here too")
     parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
     options = parser.parse_args(args)
+    if options.gate:
+        return decode_targets.gate(options.out or measured_path("decode_h200"))
+    if options.grid and options.shape:
+        print("--grid: expected without --shape", file=sys.stderr)
+        return 2
     try:
         shapes = [parse_shape(s) for s in options.shape] if options.shape else DEFAULT_SHAPES
+        if options.grid:
+            shapes = [DecodeShape(*cell) for cell in decode_targets.grid(MAX_KV_BYTES)]
     except ValueError as wrong:
         print(wrong, file=sys.stderr)
         return 2
@@ -589,15 +641,21 @@ def main(args: list[str] | None = None) -> int:
             "bench decode: expected a GPU, found none; --dry-run shows the grid", file=sys.stderr
         )
         return 2
-    out = options.out or measured_path("decode_h200")
     source = record.provenance()
+    if reason := record.why_not_kept(source):
+        print(f"bench decode: {reason}", file=sys.stderr)
+        return 2
+    out = options.out or measured_path(f"decode_{record.machine_name(str(source['gpu']))}")
     for shape in tqdm(shapes, desc="shapes", file=sys.stderr):
         try:
             rows = measure_shape(shape, samples=options.samples, peers=options.peers)
+            record.write_rows(out, [{**source, **row} for row in rows], record.DECODE)
+        except (ValueError, NotImplementedError, OSError) as wrong:
+            print(f"{shape.name}: {wrong}", file=sys.stderr)
+            return 2
         except RuntimeError as wrong:
             print(f"{shape.name}: {wrong}", file=sys.stderr)
             return 1
-        record.write_rows(out, [{**source, **row} for row in rows], record.DECODE)
         print(show(rows), flush=True)
         torch.cuda.empty_cache()
     return 0

@@ -30,9 +30,11 @@ COMMAND_SECONDS = 20
 SHOWN_FAILURES = 5
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")
 
-# Rows that need no correctness columns: two ops that compute nothing whose value could be wrong,
-# and torch's own attention, which is there as a yardstick.
-UNCHECKED_OPS = ("read_pages", "plan")
+# Rows that need no correctness columns: ops that compute nothing whose value could be wrong.
+UNCHECKED_OPS = ("read_pages", "plan", "copy")
+
+# Words of a GPU's name that no file name needs.
+_VENDORS = ("nvidia", "amd", "instinct", "radeon", "geforce")
 
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
@@ -68,6 +70,26 @@ def provenance(command: str | None = None) -> dict[str, object]:
         "python": platform.python_version(),
         "command": _command_line() if command is None else command,
     }
+
+
+def why_not_kept(source: Mapping[str, object]) -> str | None:
+    """Return why rows with this provenance would be refused, None when they would be kept.
+
+    Asked before anything is measured, so that no run is lost for want of a commit.
+    """
+    if COMMIT.fullmatch(str(source["git_commit"])):
+        return None
+    return (
+        f"expected a git commit for the rows, got {source['git_commit']!r}: run in a checkout, or "
+        "set DCP_LAB_GIT_COMMIT to the output of git describe --always --dirty --abbrev=40 "
+        "--exclude '*'"
+    )
+
+
+def machine_name(gpu: str, count: int = 1) -> str:
+    """Return how tables name a machine: 'h200' of 'NVIDIA H200', 'h200x2' of two of them."""
+    words = [word for word in re.findall(r"[a-z0-9]+", gpu.lower()) if word not in _VENDORS]
+    return "_".join(words) + (f"x{count}" if count > 1 else "")
 
 
 def _version(package: str) -> str | None:

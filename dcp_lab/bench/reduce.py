@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ import torch.distributed as dist
 
 from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
+from dcp_lab.bench.verdicts import Verdict, summary
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.exchange import PROGRAMS_PER_SM, ExchangeConfig
 from dcp_lab.ops.device import device_of
@@ -49,7 +51,7 @@ from dcp_lab.reducers.local_group import RankError, run_ranks
 from dcp_lab.reducers.queries import DirectQueryGather
 from dcp_lab.reference import reference_merge
 from dcp_lab.state import AttnState
-from dcp_lab.testing import assert_within_budget
+from dcp_lab.testing import assert_within_budget, error_and_budget
 
 CALLS = 40
 PROBE_BYTES = 64 << 20
@@ -185,14 +187,12 @@ def check(
             assert_within_budget(name, state, x.truth, x.eager)
         except AssertionError as wrong:
             raise RuntimeError(f"not timed, since its result is off: {wrong}") from None
-        for part, error, budget in (
-            ("out", "out_error", "error_budget"),
-            ("lse", "lse_error", "lse_error_budget"),
-        ):
-            got, truth, eager = (getattr(s, part).double() for s in (state, x.truth, x.eager))
-            step = torch.finfo(getattr(state, part).dtype).eps * float(truth.abs().max())
-            errors[error] = float((got - truth).abs().max())
-            errors[budget] = 2 * (float((eager - truth).abs().max()) + step)
+        errors["out_error"], errors["error_budget"] = error_and_budget(
+            state.out, x.truth.out, x.eager.out
+        )
+        errors["lse_error"], errors["lse_error_budget"] = error_and_budget(
+            state.lse, x.truth.lse, x.eager.lse, least_scale=1.0
+        )
     return errors
 
 
@@ -531,30 +531,6 @@ def measure_rank(
 # ---- targets -------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """One target and what the table says of it.
-
-    Attributes:
-        target: In words.
-        value, limit: us; value is None where nothing was measured, limit where its yardstick
-            was not.
-    """
-
-    target: str
-    value: float | None
-    limit: float | None
-
-    @property
-    def met(self) -> bool:
-        """Return whether it was measured and is met."""
-        return self.value is not None and self.limit is not None and self.value <= self.limit
-
-    def __str__(self) -> str:
-        shown = ["not measured" if v is None else f"{v:.2f}" for v in (self.value, self.limit)]
-        return f"{'met ' if self.met else 'MISS'}  {self.target}: {shown[0]} (limit {shown[1]})"
-
-
 DIRECT_LIMITS_US = {1: 4.0, 16: 4.0, 64: 6.0, 256: 8.0}
 OVER_COLLECTIVE_US = 4.0
 BOTH_LIMIT_US = 7.5
@@ -576,7 +552,7 @@ def verdicts(table: pd.DataFrame) -> list[Verdict]:
 
         def us(op: str, variant: str, mode: str = "graph", cell: pd.DataFrame = cell):
             rows = cell[(cell.op == op) & (cell["mode"] == mode)]
-            rows = rows[rows.variant.str.fullmatch(variant)]
+            rows = rows[[re.fullmatch(variant, name) is not None for name in rows.variant]]
             return None if rows.empty else float(rows.median_us.min())
 
         where = f"{tokens} tokens, d{head_dim}"
@@ -646,13 +622,15 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="also time launch configs of direct")
     parser.add_argument("--gate", action="store_true", help="measure nothing: judge the table")
     parser.add_argument(
-        "--out", type=Path, help="CSV (default: data/measured/reduce_h200x2.csv)", default=None
+        "--out",
+        type=Path,
+        help="CSV (default: data/measured/reduce_GPUxRANKS.csv of this machine's GPU; with "
+        "--gate, reduce_h200x2.csv)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
     options = parser.parse_args(args)
-    out = options.out or measured_path("reduce_h200x2")
     if options.gate:
-        return _gate(out)
+        return _gate(options.out or measured_path("reduce_h200x2"))
     try:
         shapes = [parse_shape(s) for s in options.shape] if options.shape else DEFAULT_SHAPES
     except ValueError as wrong:
@@ -679,6 +657,11 @@ def main(args: list[str] | None = None) -> int:
         )
         return 2
     source = record.provenance()
+    if reason := record.why_not_kept(source):
+        print(f"bench reduce: {reason}", file=sys.stderr)
+        return 2
+    machine = record.machine_name(str(source["gpu"]), options.ranks)
+    out = options.out or measured_path(f"reduce_{machine}")
     try:
         results = run_ranks(
             "dcp_lab.bench.reduce:measure_rank",
@@ -700,15 +683,22 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _gate(path: Path) -> int:
-    if not path.exists():
-        print(f"--gate: expected a table at {path.name}: dcp-lab bench reduce", file=sys.stderr)
+    """Print every target's verdict; a table that is not there has nothing measured."""
+    try:
+        if path.exists():
+            table = record.read_table(path, record.REDUCE)
+        else:
+            print(f"{path.name}: nothing measured yet: dcp-lab bench reduce")
+            table = pd.DataFrame(columns=list(record.REDUCE.columns))
+    except (ValueError, OSError) as wrong:
+        print(f"--gate: {wrong}", file=sys.stderr)
         return 2
-    found = verdicts(record.read_table(path, record.REDUCE))
+    found = verdicts(table)
     for verdict in found:
         print(verdict)
-    missed = sum(not verdict.met for verdict in found)
-    print(f"{len(found) - missed} of {len(found)} targets met")
-    return 1 if missed else 0
+    line, status = summary(found)
+    print(line)
+    return status
 
 
 if __name__ == "__main__":

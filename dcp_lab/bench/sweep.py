@@ -23,6 +23,7 @@ from dcp_lab.bench.decode import (
     check_variant,
     make_layers,
     paged_variant,
+    parse_shape,
     read_variant,
 )
 from dcp_lab.ops.workspace import DecodeConfig
@@ -103,17 +104,21 @@ def sweep(shape: DecodeShape, *, samples: int) -> list[dict[str, object]]:
     return sorted(rows.values(), key=lambda row: row["us"])
 
 
-def main() -> None:
+def main(args: list[str] | None = None) -> None:
     """Parse the command line and sweep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", action="append", help="requests x context x q heads x kv x dim")
+    parser.add_argument(
+        "--shape", action="append", help="as 16x2048, 16x2048x64x8x128, 16x3072:uneven"
+    )
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
-    options = parser.parse_args()
+    options = parser.parse_args(args)
     shapes = SHAPES
     if options.shape:
-        numbers = [[int(n) for n in text.split("x")] for text in options.shape]
-        shapes = tuple(DecodeShape(*n) for n in numbers)
+        try:
+            shapes = tuple(parse_shape(text) for text in options.shape)
+        except ValueError as wrong:
+            parser.error(str(wrong))
     everything = []
     for shape in shapes:
         rows = sweep(shape, samples=options.samples)

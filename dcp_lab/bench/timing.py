@@ -1,8 +1,8 @@
 """How the lab times GPU work.
 
 A measured step calls each variant once on each of several layers: distinct KV caches, more than
-    three times L2 together, so that every layer reads cold memory, as in a model. Variants take
-    turns inside one process, and every replay is a sample. triton.testing.do_bench and
+three times L2 together, so that every layer reads cold memory, as in a model. Variants take turns
+inside one process, and every replay is a sample. triton.testing.do_bench and
     do_bench_cudagraph repeat one call on one buffer, which reads a warm L2 in a graph and adds
     launch gaps outside one; they serve where a single call on one buffer is the question.
 
@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+
+from dcp_lab.graphs import count_launches
 
 Call = Callable[[int], object]
 
@@ -92,13 +94,6 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
 
 
 def kernel_launches(call: Call) -> int:
-    """Return how many device kernels one call runs (by the profiler; memsets and copies too)."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call(0)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call(0)
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_device for event in profiler.events())
+    """Return how many device kernels one call runs, its copies and fills included."""
+    found = count_launches(lambda: call(0))
+    return found.device_kernels + found.device_copies

@@ -6,9 +6,21 @@ imported before it is asked for.
 
 from __future__ import annotations
 
-from dcp_lab.peers import fa3, flashinfer, vllm_triton
-from dcp_lab.peers.base import DecodeInputs, Peer, PeerCall
+from dcp_lab.peers import aiter, fa3, flashinfer, flashmla, sdpa, vllm_triton
+from dcp_lab.peers.base import DecodeInputs, MlaInputs, Peer, PeerCall
 
-DECODE_PEERS = (fa3.PEER, flashinfer.PEER, vllm_triton.DECODE, vllm_triton.UNIFIED)
+# A yardstick rather than a peer: it attends KV that is contiguous already, and is always here.
+SDPA = sdpa.PEER
+DECODE_PEERS = (
+    fa3.PEER,
+    flashinfer.PEER,
+    vllm_triton.DECODE,
+    vllm_triton.UNIFIED,
+    aiter.PAGED_V1,
+    aiter.GATHERED,
+    aiter.PERSISTENT,
+)
+# Their calls take MlaInputs.
+MLA_PEERS = (flashmla.PEER, aiter.MLA)
 
-__all__ = ["DECODE_PEERS", "DecodeInputs", "Peer", "PeerCall"]
+__all__ = ["DECODE_PEERS", "MLA_PEERS", "SDPA", "DecodeInputs", "MlaInputs", "Peer", "PeerCall"]

@@ -31,6 +31,24 @@ class DecodeInputs(Protocol):
         ...
 
 
+class MlaInputs(Protocol):
+    """The inputs of an MLA decode that adapters read.
+
+    q [layers, B, Hq, 576], out [layers, B, Hq, 512], lse [layers, B, Hq], kv the latent cache
+    [layers, P, page, 576], block_table int32 [B, max_pages], seq_lens int32 [B]; lens are the same
+    on the host.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    lens: list[int]
+    softmax_scale: float
+
+
 @dataclasses.dataclass(frozen=True)
 class PeerCall:
     """A peer planned for its inputs.
@@ -38,10 +56,12 @@ class PeerCall:
     Attributes:
         run: Attends layer i; out[i] holds the result.
         lse: Natural-log LSE [B, Hq] of layer i after run, or None where the peer gives none.
+        contiguous: K and V [B, tokens, Hkv, D] of layer i that it attends instead of the pages.
     """
 
     run: Callable[[int], object]
     lse: Callable[[int], torch.Tensor] | None
+    contiguous: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
