@@ -8,10 +8,18 @@ import torch
 from dcp_lab import Shard, gather_kv, write_kv
 from dcp_lab.ops.arguments import check_kv_cache
 from dcp_lab.ops.gather import GatherWorkspace
-from dcp_lab.testing import PagedCase
+from dcp_lab.testing import PagedCase, _to_layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATHERS = ["per_page", "per_token"]
+ALL_GATHERS = [*GATHERS, "published"]
+FP8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz]
+SCALES = [
+    pytest.param(None, id="none"),
+    pytest.param(0.37, id="float"),
+    pytest.param((0.37,), id="tensor"),
+    pytest.param((0.37, 2.5), id="per-head"),
+]
 # 0, 1, page - 1, page, page + 1 and several pages, for pages of 8.
 LENS = [0, 1, 7, 8, 0, 9, 20]
 
@@ -66,6 +74,89 @@ def test_gathers_every_token(
         device=DEVICE,
     )
     check(case, gather=gather, total_tokens=sum(LENS))
+
+
+def scale_of(given: float | tuple[float, ...] | None) -> float | torch.Tensor | None:
+    """Return a scale as it is passed: a tuple is a tensor."""
+    return torch.tensor(given, device=DEVICE) if isinstance(given, tuple) else given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gather", ALL_GATHERS)
+def test_shuffled_caches(gather: str, dtype: torch.dtype) -> None:
+    """AITER's SHUFFLE layout gives the tokens bit for bit, views of a fused cache too."""
+    for fused, page_size in ((None, 8), ("pages", 48)):
+        case = PagedCase.build(
+            LENS,
+            page_size=page_size,
+            dtype=dtype,
+            kv_layout="SHUFFLE",
+            fused=fused,
+            head_dim=80,
+            head_dim_v=48,
+            device=DEVICE,
+        )
+        check(case, gather=gather, total_tokens=sum(LENS))
+
+
+@pytest.mark.parametrize("given", SCALES)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "SHUFFLE"])
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_fp8_caches(fp8: torch.dtype, layout: str, given: float | tuple | None) -> None:
+    """An fp8 cache gives stored * scale, in bf16 unless asked otherwise."""
+    case = PagedCase.build([0, 1, 17, 3], page_size=16, device=DEVICE)
+    caches = [cache.to(fp8) for cache in (case.k_cache, case.v_cache)]
+    expected = [rows.to(fp8).float() for rows in held(case)]
+    scale = scale_of(given)
+    if scale is not None:
+        factor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
+        expected = [rows * factor for rows in expected]
+    for gather, out_dtype in zip(ALL_GATHERS, (None, torch.float32, torch.float16), strict=True):
+        k, v, _ = gather_kv(
+            *_to_layout(*caches, layout),
+            case.block_table,
+            case.seq_lens,
+            kv_layout=layout,
+            k_scale=scale,
+            v_scale=scale,
+            out_dtype=out_dtype,
+            total_tokens=21,
+            gather=gather,
+        )
+        wanted = out_dtype or torch.bfloat16
+        assert k.dtype == v.dtype == wanted
+        assert torch.equal(k, expected[0].to(wanted))
+        assert torch.equal(v, expected[1].to(wanted))
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_every_fp8_code(fp8: torch.dtype) -> None:
+    """All 256 codes become what torch makes of them, NaN too."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).reshape(1, 16, 1, 16)
+    cache = codes.view(fp8)
+    k, v, _ = gather_kv(cache, cache, ints(0)[None], ints(16), out_dtype=torch.float32)
+    expected = cache.float().flatten(0, 1)
+    for got in (k, v):
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_the_published_gather_reads_the_total_or_is_told() -> None:
+    """Without total_tokens it finds the step's tokens itself, on the host; with it, it stops."""
+    case = PagedCase.build([5, 0, 20], device=DEVICE)
+    check(case, gather="published")
+    workspace = GatherWorkspace(
+        3, 40, 2, 32, 16, dtype=torch.float32, gather="published", device=DEVICE
+    )
+    workspace.prepare(case.seq_lens, max_pages=case.block_table.shape[1])
+    expected_k, _ = held(case)
+    for total_tokens, copied in ((None, 25), (25, 25), (40, 25), (7, 7), (0, 0)):
+        workspace.k.fill_(7)
+        workspace.copy(
+            check_kv_cache(case.k_cache, case.v_cache), case.block_table, total_tokens=total_tokens
+        )
+        assert torch.equal(workspace.k[:copied], expected_k[:copied])
+        assert (workspace.k[copied:] == 7).all()
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -328,9 +419,9 @@ class TestWorkspace:
                 assert torch.equal(workspace.v[:total], expected_v)
 
     def test_memory_bytes(self) -> None:
-        """K, V, cu_seqlens, cu_units and a unit's request, counted by hand."""
+        """K, V, cu_seqlens, cu_units, a unit's request and counts, counted by hand."""
         workspace = GatherWorkspace(3, 70, 2, 32, 16, head_dim_v=16, gather="per_token")
-        assert workspace.memory_bytes() == 70 * 2 * (32 + 16) * 2 + 4 + 0 + 2 * 3 * 4 + 4 + 70 * 4
+        assert workspace.memory_bytes() == 70 * 2 * (32 + 16) * 2 + (4 + 4 + 70 + 3) * 4
 
     @pytest.mark.parametrize(
         ("name", "value", "message"),
@@ -342,7 +433,11 @@ class TestWorkspace:
             ("head_dim_v", 0, "head_dim_v: expected an int >= 1, got 0"),
             ("page_size", 0, "page_size: expected an int >= 1, got 0"),
             ("dtype", torch.int8, "dtype: expected torch.float32, .*, got torch.int8"),
-            ("gather", "fast", "gather: expected 'per_token' or 'per_page', got 'fast'"),
+            (
+                "gather",
+                "fast",
+                "gather: expected one of 'per_token', 'per_page', 'published', got 'fast'",
+            ),
         ],
     )
     def test_bad_sizes_are_refused(self, name: str, value: object, message: str) -> None:
@@ -393,7 +488,11 @@ def arguments() -> dict:
         ("total_tokens", 1.5, r"total_tokens: expected an int .*, got 1.5"),
         ("total_tokens", torch.tensor(3), r"total_tokens: expected an int .*, got int64 \[\]"),
         ("out_dtype", torch.int8, r"out_dtype: expected torch.float32, .*, got torch.int8"),
-        ("gather", "fast", r"gather: expected 'per_token' or 'per_page', got 'fast'"),
+        (
+            "gather",
+            "fast",
+            r"gather: expected one of 'per_token', 'per_page', 'published', got 'fast'",
+        ),
         ("kv_layout", "NDH", r"kv_layout: expected one of 'NHD', 'HND', 'SHUFFLE', got 'NDH'"),
     ],
 )

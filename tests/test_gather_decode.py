@@ -320,8 +320,8 @@ def test_what_is_missing_names_itself(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("gather", "fast", "gather: expected 'per_token' or 'per_page', got 'fast'"),
-        ("gather", None, "gather: expected 'per_token' or 'per_page', got None"),
+        ("gather", "fast", "gather: expected one of 'per_token', 'per_page', 'published', got 'fast'"),
+        ("gather", None, "gather: expected one of 'per_token', 'per_page', 'published', got None"),
         ("total_tokens", -1, "total_tokens: expected an int from 0 to 2147483647, got -1"),
         ("num_splits", 0, "num_splits: expected an int >= 1, got 0"),
         ("max_query_len", 2, r"query_start_loc: expected int32 \[B\+1=3\] with max_query_len > 1"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp_lab import Shard, write_kv
-from dcp_lab.testing import PagedCase
+from dcp_lab.testing import PagedCase, _to_layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -51,6 +51,65 @@ def test_writes_every_token_and_nothing_else(
     assert k_cache.stride() == case.k_cache.stride()
     write_kv(*held(case), k_cache, v_cache, case.slot_mapping(), kv_layout=layout)
     assert same(k_cache, case.k_cache) and same(v_cache, case.v_cache)
+
+
+@pytest.mark.parametrize("fused", [None, "pages"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writes_shuffled_caches(dtype: torch.dtype, fused: str | None) -> None:
+    """AITER's SHUFFLE layout too, bit for bit, NaN where nothing is."""
+    case = PagedCase.build(
+        LENS,
+        dtype=dtype,
+        kv_layout="SHUFFLE",
+        fused=fused,
+        head_dim=80,
+        head_dim_v=48,
+        device=DEVICE,
+    )
+    k_cache, v_cache = empty_caches(case)
+    write_kv(*held(case), k_cache, v_cache, case.slot_mapping(), kv_layout="SHUFFLE")
+    assert same(k_cache, case.k_cache) and same(v_cache, case.v_cache)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(None, id="none"),
+        pytest.param(0.37, id="float"),
+        pytest.param((0.37,), id="tensor"),
+        pytest.param((0.37, 2.5), id="per-head"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "SHUFFLE"])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_fp8_caches(fp8: torch.dtype, layout: str, given: float | tuple | None) -> None:
+    """An fp8 cache gets new / scale, rounded to nearest even and held within its range."""
+    largest = torch.finfo(fp8).max
+    scale = torch.tensor(given, device=DEVICE) if isinstance(given, tuple) else given
+    factor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale or 1.0
+    for dtype in DTYPES:
+        key, value = (torch.randn(2, 40, 2, 16, device=DEVICE) * 30).to(dtype).unbind()
+        key[0] = 1e4
+        value[1] = -1e-4
+        key[2, 0, 0] = torch.nan
+        stored = torch.full((2, 32, 2, 16), torch.nan, device=DEVICE).to(fp8)
+        caches = [c.clone() for c in _to_layout(stored, stored, layout)]
+        write_kv(
+            key,
+            value,
+            *caches,
+            torch.arange(40, device=DEVICE),
+            kv_layout=layout,
+            k_scale=scale,
+            v_scale=scale,
+        )
+        expected = []
+        for new in (key, value):
+            rows = stored.clone().flatten(0, 1).float()
+            rows[:40] = (new.float() / factor).clamp(-largest, largest)
+            expected.append(rows.to(fp8).view(2, 32, 2, 16))
+        for got, wanted in zip(caches, _to_layout(*expected, layout), strict=True):
+            assert same(got.float(), wanted.float())
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64, 1024])

@@ -1,15 +1,18 @@
-"""Gather a paged KV cache into contiguous K and V, in a plan and one of two copies.
+"""Gather a paged KV cache into contiguous K and V, in a plan and one of three copies.
 
-    k[cu_seqlens[b] + i] = k_cache[block_table[b, p // page_size], p % page_size]
-    p = seq_starts[b] + i
+    k[cu_seqlens[b] + i] = scale k_cache[block_table[b, p // page_size], p % page_size]
+    p = seq_starts[b] + i, scale 1 unless the cache is fp8
 
 `_plan_gather_kernel` decides which request's tokens lie where in the result, once a step for all
-layers. `_gather_per_token_kernel` is the gather that vLLM runs on ROCm: one program for each token
+layers. `_gather_tokens_kernel` copies single tokens and is two gathers by its grid: the published
+study's, no more programs than compute units, which loop, so that each waits for one token's pages
+before it asks for the next one's; and the later one of vLLM on ROCm, one program for each token
 and head. `_gather_per_page_kernel` is the best we know: one program copies a whole page (several,
 where they are small) of all heads, so that what lies together in memory moves together.
 
-Source: `_gather_per_token_kernel` after cp_mha_gather_cache_kernel of vLLM 0.33.0,
-vllm/v1/attention/backends/rocm_aiter_fa.py (Apache-2.0). The others are written here.
+Source: the grids of `_gather_tokens_kernel` are those of cp_mha_gather_cache_kernel in
+vllm/v1/attention/backends/rocm_aiter_fa.py (Apache-2.0): in the version with class
+AiterFlashAttentionDcpMetadata (vLLM PR 29502) and in vLLM 0.33.0. Written here.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dcp_lab.kernels.rows import copy_rows
+from dcp_lab.kernels.rows import k_columns, move_rows, scale_of, v_columns, v_token
 
 
 @triton.jit
@@ -27,6 +30,7 @@ def _plan_gather_kernel(
     cu_seqlens_ptr,
     cu_units_ptr,
     unit_requests_ptr,
+    counts_ptr,
     num_requests,
     num_rows,
     num_units,
@@ -39,7 +43,8 @@ def _plan_gather_kernel(
     """Grid (units / BLOCK_U,): name each unit's request, -1 where there is none.
 
     A unit is UNIT tokens of a request that start at a multiple of UNIT. cu_seqlens and cu_units
-    hold the tokens, num_rows at most, and the units of all requests before each.
+    hold the tokens, num_rows at most, and the units of all requests before each; counts how many
+    rows each request has.
     """
     unit = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     # Requests whose units end at or before this one, so the index of its own.
@@ -67,6 +72,8 @@ def _plan_gather_kernel(
         if tl.program_id(0) == 0:
             rows = tl.minimum(ends, num_rows).to(tl.int32)
             tl.store(cu_seqlens_ptr + 1 + b, rows, mask=mask_b)
+            first = tl.minimum(ends - count, num_rows).to(tl.int32)
+            tl.store(counts_ptr + b, rows - first, mask=mask_b)
             tl.store(cu_units_ptr + 1 + b, unit_ends.to(tl.int32), mask=mask_b)
         before = (unit_ends[None, :] <= unit[:, None]) & mask_b[None, :]
         request += tl.sum(before.to(tl.int32), 1)
@@ -74,8 +81,8 @@ def _plan_gather_kernel(
     tl.store(unit_requests_ptr + unit, request, mask=unit < num_units)
 
 
-@triton.jit
-def _gather_per_token_kernel(
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gather_tokens_kernel(
     k_cache_ptr,
     v_cache_ptr,
     k_ptr,
@@ -84,49 +91,80 @@ def _gather_per_token_kernel(
     seq_starts_ptr,
     cu_seqlens_ptr,
     unit_requests_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_scale,
+    v_scale,
+    num_tokens,
     stride_k_p,
     stride_k_t,
     stride_k_h,
+    stride_k_c,
     stride_v_p,
     stride_v_t,
     stride_v_h,
+    stride_v_d,
+    stride_k_scale,
+    stride_v_scale,
     stride_bt,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FP8_BIAS: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr,
+    V_SCALE_ON_DEVICE: tl.constexpr,
     HAS_SEQ_STARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Grid (tokens, KV heads): copy one head of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    request = tl.load(unit_requests_ptr + token).to(tl.int64)
-    if request < 0:
-        return
-    position = token - tl.load(cu_seqlens_ptr + request)
-    if HAS_SEQ_STARTS:
-        position += tl.maximum(tl.load(seq_starts_ptr + request), 0)
-    page = tl.load(block_table_ptr + request * stride_bt + position // PAGE_SIZE).to(tl.int64)
-    in_page = position % PAGE_SIZE
+    """Copy one head of one token at a time: grid (tokens, KV heads) or a smaller one, which loops.
+
+    With grid (min(tokens, compute units), 1) this is the published gather, whose inner loop takes
+    blocks of next_power_of_2(head_dim) elements; num_tokens is what its host has to read.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    k = tl.load(
-        k_cache_ptr + page * stride_k_p + in_page * stride_k_t + head * stride_k_h + offs_d,
-        mask=offs_d < HEAD_DIM,
-        other=0.0,
-    )
-    v = tl.load(
-        v_cache_ptr + page * stride_v_p + in_page * stride_v_t + head * stride_v_h + offs_dv,
-        mask=offs_dv < HEAD_DIM_V,
-        other=0.0,
-    )
-    row = token * NUM_KV_HEADS + head
-    k_row = k_ptr + row * HEAD_DIM + offs_d
-    v_row = v_ptr + row * HEAD_DIM_V + offs_dv
-    tl.store(k_row, k.to(k_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
-    tl.store(v_row, v.to(v_ptr.dtype.element_ty), mask=offs_dv < HEAD_DIM_V)
+    for index in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = tl.zeros([1], tl.int64) + index
+        request = tl.load(unit_requests_ptr + token).to(tl.int64)
+        # -1 behind the last request's tokens.
+        used = request >= 0
+        request = tl.maximum(request, 0)
+        position = token - tl.load(cu_seqlens_ptr + request)
+        if HAS_SEQ_STARTS:
+            position += tl.maximum(tl.load(seq_starts_ptr + request), 0)
+        entry = block_table_ptr + request * stride_bt + position // PAGE_SIZE
+        page = tl.load(entry, mask=used, other=0).to(tl.int64)
+        in_page = position % PAGE_SIZE
+        k_page = k_cache_ptr + page * stride_k_p + in_page * stride_k_t
+        v_page = v_cache_ptr + page * stride_v_p + v_token(in_page, stride_v_t, CHUNK)
+        for h in range(tl.program_id(1), NUM_KV_HEADS, tl.num_programs(1)):
+            head = tl.zeros([1], tl.int64) + h
+            target = token * NUM_KV_HEADS + head
+            move_rows(
+                k_page + head * stride_k_h,
+                k_ptr + target * HEAD_DIM,
+                used,
+                k_columns(offs_d, stride_k_c, CHUNK),
+                offs_d,
+                scale_of(k_scale, k_scale_ptr, stride_k_scale, head, K_SCALE_ON_DEVICE),
+                DECODE_BIAS=FP8_BIAS,
+                ENCODE_BIAS=0,
+                HEAD_DIM=HEAD_DIM,
+            )
+            move_rows(
+                v_page + head * stride_v_h,
+                v_ptr + target * HEAD_DIM_V,
+                used,
+                v_columns(offs_dv, stride_v_d, CHUNK),
+                offs_dv,
+                scale_of(v_scale, v_scale_ptr, stride_v_scale, head, V_SCALE_ON_DEVICE),
+                DECODE_BIAS=FP8_BIAS,
+                ENCODE_BIAS=0,
+                HEAD_DIM=HEAD_DIM_V,
+            )
 
 
 @triton.jit
@@ -140,19 +178,31 @@ def _gather_per_page_kernel(
     cu_seqlens_ptr,
     cu_units_ptr,
     unit_requests_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_scale,
+    v_scale,
     stride_k_p,
     stride_k_t,
     stride_k_h,
+    stride_k_c,
     stride_v_p,
     stride_v_t,
     stride_v_h,
+    stride_v_d,
+    stride_k_scale,
+    stride_v_scale,
     stride_bt,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FP8_BIAS: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr,
+    V_SCALE_ON_DEVICE: tl.constexpr,
     HAS_SEQ_STARTS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -176,17 +226,27 @@ def _gather_per_page_kernel(
     page = tl.load(table + position // PAGE_SIZE, mask=used, other=0).to(tl.int64)
     in_page = (position % PAGE_SIZE).to(tl.int64)
     target = (first + position - start).to(tl.int64) * NUM_KV_HEADS + head
-    copy_rows(
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    move_rows(
         k_cache_ptr + page * stride_k_p + in_page * stride_k_t + head * stride_k_h,
         k_ptr + target * HEAD_DIM,
         used,
+        k_columns(offs_d, stride_k_c, CHUNK),
+        offs_d,
+        scale_of(k_scale, k_scale_ptr, stride_k_scale, head, K_SCALE_ON_DEVICE),
+        DECODE_BIAS=FP8_BIAS,
+        ENCODE_BIAS=0,
         HEAD_DIM=HEAD_DIM,
-        BLOCK_D=BLOCK_D,
     )
-    copy_rows(
-        v_cache_ptr + page * stride_v_p + in_page * stride_v_t + head * stride_v_h,
+    move_rows(
+        v_cache_ptr + page * stride_v_p + v_token(in_page, stride_v_t, CHUNK) + head * stride_v_h,
         v_ptr + target * HEAD_DIM_V,
         used,
+        v_columns(offs_dv, stride_v_d, CHUNK),
+        offs_dv,
+        scale_of(v_scale, v_scale_ptr, stride_v_scale, head, V_SCALE_ON_DEVICE),
+        DECODE_BIAS=FP8_BIAS,
+        ENCODE_BIAS=0,
         HEAD_DIM=HEAD_DIM_V,
-        BLOCK_D=BLOCK_DV,
     )

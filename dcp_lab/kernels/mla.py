@@ -22,23 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dcp_lab.kernels.fp8 import unpack_fp8
 from dcp_lab.kernels.primitives import LN2, LOG2E, softmax_update, split_tiles, visible_end
-from dcp_lab.kernels.rows import copy_rows
-
-
-@triton.jit
-def unpack_fp8(pairs, TARGET: tl.constexpr):
-    """Return the even and odd elements of int16 words of two fp8 e4m3, in TARGET.
-
-    Sign, exponent and mantissa become those of an fp16, whose exponent bias is 15: the result is
-    value * 2 ** (bias - 15), subnormals included. NaN becomes a number.
-    """
-    even = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
-    # In int16 0x8000 is the sign: masked with -0x8000. Shifted in of it, nothing is left over.
-    odd = (pairs & -0x8000) | ((pairs & 0x7F00) >> 1)
-    even = even.to(tl.int16).to(tl.float16, bitcast=True).to(TARGET)
-    odd = odd.to(tl.int16).to(tl.float16, bitcast=True).to(TARGET)
-    return even, odd
+from dcp_lab.kernels.rows import move_rows
 
 
 @triton.jit
@@ -337,30 +323,6 @@ def _mla_decode_kernel(
 
 
 @triton.jit
-def encode_fp8(x, BIAS: tl.constexpr):
-    """Return the bits of fp32 x rounded to the nearest fp8 e4m3, ties to even, as uint8.
-
-    What is over the largest value becomes it: 448 for BIAS 7 (e4m3fn), 240 for BIAS 8 (e4m3fnuz,
-    which has no -0: its bits are NaN's).
-    """
-    LARGEST: tl.constexpr = 448.0 if BIAS == 7 else 240.0
-    # Spacing of the subnormals; adding 2 ** 23 of them leaves their count in the low bits.
-    MAGIC: tl.constexpr = 2.0 ** (21 - BIAS)
-    bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(tl.abs(x), LARGEST)
-    size_bits = size.to(tl.int32, bitcast=True)
-    # 20 of the 23 mantissa bits go; the exponent bias falls from 127 to BIAS.
-    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - ((127 - BIAS) << 3)
-    small = (size + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
-    sign = (bits >> 24) & 0x80
-    if BIAS == 8:
-        sign = tl.where(code == 0, 0, sign)
-    nan = 0x7F if BIAS == 7 else 0x80
-    return tl.where(x != x, nan, code | sign).to(tl.uint8)
-
-
-@triton.jit
 def _write_mla_kv_kernel(
     latent_ptr,
     kv_ptr,
@@ -389,14 +351,17 @@ def _write_mla_kv_kernel(
     slot = tl.where(used, slot, 0)
     target = kv_ptr + slot // PAGE_SIZE * stride_kv_p + slot % PAGE_SIZE * stride_kv_t
     source = latent_ptr + token * stride_latent_t
-    if FP8_BIAS == 0:
-        copy_rows(source, target, used, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D)
-    else:
-        if SCALE_ON_DEVICE:
-            kv_scale = tl.load(kv_scale_ptr)
-        offs_d = tl.arange(0, BLOCK_D)
-        mask = used[:, None] & (offs_d < HEAD_DIM)[None, :]
-        x = tl.load(source[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        # div_rn: the quotient itself, rounded once; `/` may be off by 2 ulp.
-        code = encode_fp8(tl.div_rn(x, tl.full(x.shape, kv_scale, tl.float32)), FP8_BIAS)
-        tl.store(target[:, None] + offs_d[None, :], code, mask=mask)
+    if SCALE_ON_DEVICE:
+        kv_scale = tl.load(kv_scale_ptr)
+    offs_d = tl.arange(0, BLOCK_D)
+    move_rows(
+        source,
+        target,
+        used,
+        offs_d,
+        offs_d,
+        tl.zeros([BLOCK_T], tl.float32) + kv_scale,
+        DECODE_BIAS=0,
+        ENCODE_BIAS=FP8_BIAS,
+        HEAD_DIM=HEAD_DIM,
+    )

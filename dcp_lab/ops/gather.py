@@ -19,13 +19,15 @@ from dcp_lab.ops.arguments import (
 )
 from dcp_lab.ops.checks import (
     FLOAT_DTYPES,
+    FP8_DTYPES,
     check_positive_int,
     check_tensor,
     dtype_name,
     fail,
     unsupported,
 )
-from dcp_lab.ops.copies import choose_copy_config
+from dcp_lab.ops.copies import cache_arguments, choose_copy_config
+from dcp_lab.ops.device import device_of, is_here
 from dcp_lab.sharding import Shard
 from dcp_lab.state import AttnState
 
@@ -90,13 +92,14 @@ class GatherWorkspace:
         page_size: Of the cache.
         head_dim_v: Default: head_dim.
         dtype: Of the gathered K and V. Default: bf16.
-        gather: 'per_token' or 'per_page'. Default: 'per_token'.
+        gather: 'per_token', 'per_page' or 'published', see gather_decode. Default: 'per_token'.
         device: Default: the current GPU, or the CPU under the interpreter.
 
     Attributes:
         k: [max_tokens, Hkv, D], K of all requests one after the other.
         v: [max_tokens, Hkv, Dv].
         cu_seqlens: int32 [max_requests + 1], first row of each request.
+        counts: int32 [max_requests], rows of each request.
 
     Raises:
         ValueError: A size is not an int >= 1 (max_tokens: >= 0), dtype or gather is unknown.
@@ -130,7 +133,7 @@ class GatherWorkspace:
             device = "cpu" if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
         # Small pages are copied several at a time, so that a program has 16 tokens at least.
         pages = 16 // page_size or 1
-        self._unit_tokens = 1 if gather == "per_token" else page_size * pages
+        self._unit_tokens = page_size * pages if gather == "per_page" else 1
         most_units = max_tokens
         if gather == "per_page":
             # A request that starts and ends inside a unit touches one more than its tokens fill.
@@ -139,15 +142,16 @@ class GatherWorkspace:
         self.k = torch.empty(max_tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.v = torch.empty(max_tokens, num_kv_heads, self.head_dim_v, dtype=dtype, device=device)
         self.device = self.k.device
-        counts = (max_requests + 1, max_requests + 1, most_units)
-        self.cu_seqlens, self._cu_units, self._unit_requests = (
-            torch.empty(n, dtype=torch.int32, device=device) for n in counts
+        sizes = (max_requests + 1, max_requests + 1, most_units, max_requests)
+        self.cu_seqlens, self._cu_units, self._unit_requests, self.counts = (
+            torch.empty(n, dtype=torch.int32, device=device) for n in sizes
         )
         self.prepared: PreparedGather | None = None
 
     def memory_bytes(self) -> int:
         """Return the device memory this workspace holds."""
-        tensors = (self.k, self.v, self.cu_seqlens, self._cu_units, self._unit_requests)
+        plan = (self.cu_seqlens, self._cu_units, self._unit_requests, self.counts)
+        tensors = (self.k, self.v, *plan)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def prepare(
@@ -201,6 +205,7 @@ class GatherWorkspace:
             cu_seqlens_ptr=self.cu_seqlens,
             cu_units_ptr=self._cu_units,
             unit_requests_ptr=self._unit_requests,
+            counts_ptr=self.counts,
             num_requests=num_requests,
             num_rows=self.max_tokens,
             num_units=self._num_units,
@@ -212,49 +217,71 @@ class GatherWorkspace:
             num_warps=4,
         )
 
-    def copy(self, cache: KVCacheArguments, block_table: torch.Tensor) -> None:
-        """Copy one layer's K and V into this workspace: one launch, after `prepare`."""
+    def copy(
+        self,
+        cache: KVCacheArguments,
+        block_table: torch.Tensor,
+        *,
+        total_tokens: int | None = None,
+    ) -> None:
+        """Copy one layer's K and V into this workspace: one launch, after `prepare`.
+
+        total_tokens is for gather='published' alone: the tokens to copy, or more, up to
+        max_tokens. Default: read from the device, which waits for all that was launched before.
+        """
         if self._num_units == 0:
             return
+        k, v = self.k, self.v
+        if INTERPRETED and k.dtype == torch.bfloat16 and k.dtype != cache.k_cache.dtype:
+            # The interpreter truncates where a cast to bf16 should round: torch casts there.
+            k, v = k.float(), v.float()
         seq_starts = self.prepared.seq_starts
-        shared = dict(  # noqa: C408 - read beside the kernels' keyword arguments
-            k_cache_ptr=cache.k_cache,
-            v_cache_ptr=cache.v_cache,
-            k_ptr=self.k,
-            v_ptr=self.v,
+        shared = dict(
+            k_ptr=k,
+            v_ptr=v,
             block_table_ptr=block_table,
             seq_starts_ptr=block_table if seq_starts is None else seq_starts,
             cu_seqlens_ptr=self.cu_seqlens,
             unit_requests_ptr=self._unit_requests,
-            stride_k_p=cache.k_strides[0],
-            stride_k_t=cache.k_strides[1],
-            stride_k_h=cache.k_strides[2],
-            stride_v_p=cache.v_strides[0],
-            stride_v_t=cache.v_strides[1],
-            stride_v_h=cache.v_strides[2],
             stride_bt=block_table.stride(0),
-            NUM_KV_HEADS=self.num_kv_heads,
-            HEAD_DIM=self.head_dim,
-            HEAD_DIM_V=self.head_dim_v,
-            PAGE_SIZE=self.page_size,
             HAS_SEQ_STARTS=seq_starts is not None,
-            BLOCK_D=triton.next_power_of_2(self.head_dim),
-            BLOCK_DV=triton.next_power_of_2(self.head_dim_v),
+            **cache_arguments(cache, spare=block_table),
         )
-        if self.gather == "per_token":
-            grid = (self._num_units, self.num_kv_heads)
-            kernels._gather_per_token_kernel[grid](**shared, num_warps=4)
-            return
-        rows = self._unit_tokens * self.num_kv_heads
-        config = choose_copy_config(rows, max(self.head_dim, self.head_dim_v), self.device)
-        grid = (self._num_units, triton.cdiv(rows, config.block_rows))
-        kernels._gather_per_page_kernel[grid](
-            cu_units_ptr=self._cu_units,
-            UNIT=self._unit_tokens,
-            BLOCK_R=config.block_rows,
-            num_warps=config.num_warps,
-            **shared,
-        )
+        if self.gather == "per_page":
+            rows = self._unit_tokens * self.num_kv_heads
+            config = choose_copy_config(rows, max(self.head_dim, self.head_dim_v), self.device)
+            grid = (self._num_units, triton.cdiv(rows, config.block_rows))
+            kernels._gather_per_page_kernel[grid](
+                cu_units_ptr=self._cu_units,
+                UNIT=self._unit_tokens,
+                BLOCK_R=config.block_rows,
+                num_warps=config.num_warps,
+                **shared,
+            )
+        else:
+            grid, num_tokens = (self._num_units, self.num_kv_heads), self._num_units
+            if self.gather == "published":
+                num_tokens = self._read_total() if total_tokens is None else total_tokens
+                grid = (min(num_tokens, device_of(self.device).num_sms), 1)
+            if num_tokens:
+                kernels._gather_tokens_kernel[grid](num_tokens=num_tokens, num_warps=4, **shared)
+        if k is not self.k:
+            self.k.copy_(k)
+            self.v.copy_(v)
+
+    def _read_total(self) -> int:
+        """Return this step's tokens as the published path does: by waiting for the device."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            fail(
+                "total_tokens",
+                "an int under graph capture, where gather='published' cannot read it from the "
+                "device",
+                None,
+            )
+        if not is_here():
+            # Nothing is run: kernels are built for a device that is not here.
+            return self._num_units
+        return int(self.cu_seqlens[self.prepared.num_requests].item())
 
 
 def gather_kv(
@@ -273,25 +300,28 @@ def gather_kv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy tokens of paged requests into contiguous K and V, one request after the other.
 
-    k[cu_seqlens[b] + i] = token seq_starts[b] + i of request b,  i < seq_lens[b]
+    k[cu_seqlens[b] + i] = k_scale * token seq_starts[b] + i of request b,  i < seq_lens[b]
 
     Args:
-        k_cache: [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND) fp32, fp16 or bf16, any strides
+        k_cache: [P, page, Hkv, D] (NHD), [P, Hkv, page, D] (HND) or [P, Hkv, D/x, page, x]
+            (SHUFFLE), x = 16 / itemsize; fp32, fp16, bf16 or fp8 (e4m3fn, e4m3fnuz), any strides
             with a contiguous last dimension.
-        v_cache: The same with Dv.
+        v_cache: The same with Dv, [P, Hkv, page/x, Dv, x] under SHUFFLE.
         block_table: int32 [B, max_pages], physical page of each logical one. Only entries that
             hold gathered tokens are read.
         seq_lens: int32 [B], tokens to gather of each request, counted from seq_starts.
-        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
-        k_scale, v_scale: Not supported yet.
+        kv_layout: 'NHD', 'HND' or 'SHUFFLE'. Default: 'NHD'.
+        k_scale, v_scale: Of an fp8 cache, value = stored * scale: a float, or an fp32 tensor of
+            1 element or [Hkv], read on the device. Default: 1.
         seq_starts: int32 [B], first token to gather of each request. Tokens that block_table has
             no page for are left out, so a start past the table gathers nothing. Default: 0.
         total_tokens: N, rows of the result. Default: B * max_pages * page, all the table can hold,
             since the true total is known to the device only. If it is smaller than the true total
             the last tokens are cut off and cu_seqlens says what is there; nothing is written past
             N.
-        out_dtype: fp32, fp16 or bf16. Default: the cache's.
-        gather: 'per_page' or 'per_token', which kernel copies. Default: 'per_page'.
+        out_dtype: fp32, fp16 or bf16. Default: bf16 for an fp8 cache, else the cache's.
+        gather: 'per_page', 'per_token' or 'published', how it is copied: see gather_decode.
+            Default: 'per_page'.
 
     Returns:
         k [N, Hkv, D], v [N, Hkv, Dv] and cu_seqlens int32 [B + 1]: request b's tokens are rows
@@ -300,23 +330,28 @@ def gather_kv(
     Raises:
         ValueError: An argument breaks the contract; the message names it, what was expected and
             what was given.
-        NotImplementedError: kv_layout='SHUFFLE', an fp8 cache, k_scale or v_scale.
 
     Notes:
-        Two launches (plan, copy), no sync. A GatherWorkspace shares the plan between layers.
-        Graph capture: safe; the results are allocated in the graph's pool.
-        Moves 2 * N * Hkv * (D + Dv) * itemsize bytes: every one is read and written.
+        Two launches (plan, copy), no sync (gather='published': one, unless total_tokens is
+        given). A GatherWorkspace shares the plan between layers.
+        Graph capture: safe (gather='published': with total_tokens); the results are allocated in
+        the graph's pool.
+        Reads N * Hkv * (D + Dv) elements of the cache and writes as many of out_dtype.
+        fp8: stored * scale in fp32, then rounded to out_dtype; NaN stays NaN.
 
     Source:
-        'per_token' after vLLM's cp_mha_gather_cache_kernel (Apache-2.0); 'per_page' written here.
+        The grids of 'per_token' and 'published' are those of vLLM's cp_mha_gather_cache_kernel
+        (Apache-2.0); written here.
     """
     cache = check_kv_cache(k_cache, v_cache, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale)
     num_requests, max_pages = check_block_table(block_table, seq_lens, device=k_cache.device)
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
         fail("out_dtype", "torch.float32, torch.float16, torch.bfloat16 or None", out_dtype)
-    out_dtype = k_cache.dtype if out_dtype is None else out_dtype
+    fp8 = k_cache.dtype in FP8_DTYPES
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if fp8 else k_cache.dtype
     # The interpreter truncates where a cast to bf16 should round: torch casts there.
-    cast_after = INTERPRETED and torch.bfloat16 in (out_dtype, k_cache.dtype)
+    cast_after = INTERPRETED and torch.bfloat16 in (out_dtype, k_cache.dtype) and not fp8
     workspace = _make_workspace(
         cache,
         num_requests=num_requests,
@@ -326,7 +361,7 @@ def gather_kv(
         gather=gather,
     )
     workspace.prepare(seq_lens, max_pages=max_pages, seq_starts=seq_starts)
-    workspace.copy(cache, block_table)
+    workspace.copy(cache, block_table, total_tokens=total_tokens)
     cu_seqlens = workspace.cu_seqlens[: num_requests + 1]
     return workspace.k.to(out_dtype), workspace.v.to(out_dtype), cu_seqlens
 
@@ -472,8 +507,8 @@ def gather_decode(
 
 def _check_gather(gather: object) -> str:
     """Return gather if it names a kernel that copies."""
-    if gather not in GATHERS[:2]:
-        fail("gather", "'per_token' or 'per_page'", gather)
+    if gather not in GATHERS:
+        fail("gather", f"one of {', '.join(map(repr, GATHERS))}", gather)
     return gather
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 
-from dcp_lab.kernels import INTERPRETED
+from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import kv_write as kernels
 from dcp_lab.ops.arguments import check_kv_cache
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor
-from dcp_lab.ops.copies import choose_copy_config
+from dcp_lab.ops.copies import FP8_BIAS, cache_arguments, choose_copy_config
 
 
 def write_kv(
@@ -25,25 +25,29 @@ def write_kv(
 ) -> None:
     """Write each token's K and V into its slot of the paged caches, in place.
 
-    k_cache[slot // page, slot % page] = key[t],  slot = slot_mapping[t], skipped where it is -1
+    k_cache[slot // page, slot % page] = key[t] / k_scale,  slot = slot_mapping[t], skipped where
+    it is -1
 
     Args:
         key: [T, Hkv, D] fp32, fp16 or bf16, last dimension contiguous; cast to the cache's dtype.
         value: [T, Hkv, Dv] in key's dtype.
-        k_cache: [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND) fp32, fp16 or bf16, any strides
+        k_cache: [P, page, Hkv, D] (NHD), [P, Hkv, page, D] (HND) or [P, Hkv, D/x, page, x]
+            (SHUFFLE), x = 16 / itemsize; fp32, fp16, bf16 or fp8 (e4m3fn, e4m3fnuz), any strides
             with a contiguous last dimension.
-        v_cache: The same with Dv.
+        v_cache: The same with Dv, [P, Hkv, page/x, Dv, x] under SHUFFLE.
         slot_mapping: int64 [T], page * page_size + place in the page; -1 skips the token.
-        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
-        k_scale, v_scale: Not supported yet.
+        kv_layout: 'NHD', 'HND' or 'SHUFFLE'. Default: 'NHD'.
+        k_scale, v_scale: Of an fp8 cache: a float, or an fp32 tensor of 1 element or [Hkv], read
+            on the device. Default: 1.
 
     Raises:
         ValueError: An argument breaks the contract; the message names it, what was expected and
             what was given.
-        NotImplementedError: kv_layout='SHUFFLE', an fp8 cache, k_scale or v_scale.
 
     Notes:
         One launch, no sync, no allocation: safe under graph capture.
+        fp8 is rounded to nearest, ties to even; what is over the format's largest value (448, or
+        240 for e4m3fnuz) becomes it, NaN stays NaN.
         Slots cannot be checked without a sync. One outside the cache (below 0, or
         P * page_size and above) writes nothing; of two tokens with the same slot either may win.
         CPU: runs through Triton's interpreter; casts that touch bf16 are done by torch there.
@@ -80,7 +84,9 @@ def write_kv(
     )
     if num_tokens == 0:
         return
-    if INTERPRETED and torch.bfloat16 in (key.dtype, k_cache.dtype):
+    if cache.k_cache.dtype in FP8_BIAS:
+        key, value = interpreter_safe(key), interpreter_safe(value)
+    elif INTERPRETED and torch.bfloat16 in (key.dtype, k_cache.dtype):
         # The interpreter truncates where a cast to bf16 should round: torch casts there.
         key, value = key.to(k_cache.dtype), value.to(k_cache.dtype)
     num_rows = num_tokens * heads
@@ -88,8 +94,6 @@ def write_kv(
     kernels._write_kv_kernel[(triton.cdiv(num_rows, config.block_rows),)](
         key_ptr=key,
         value_ptr=value,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
         slot_mapping_ptr=slot_mapping,
         num_rows=num_rows,
         num_slots=cache.num_pages * cache.page_size,
@@ -97,18 +101,7 @@ def write_kv(
         stride_key_h=key.stride(1),
         stride_value_t=value.stride(0),
         stride_value_h=value.stride(1),
-        stride_k_p=cache.k_strides[0],
-        stride_k_t=cache.k_strides[1],
-        stride_k_h=cache.k_strides[2],
-        stride_v_p=cache.v_strides[0],
-        stride_v_t=cache.v_strides[1],
-        stride_v_h=cache.v_strides[2],
-        NUM_KV_HEADS=heads,
-        HEAD_DIM=cache.head_dim,
-        HEAD_DIM_V=cache.head_dim_v,
-        PAGE_SIZE=cache.page_size,
         BLOCK_R=config.block_rows,
-        BLOCK_D=triton.next_power_of_2(cache.head_dim),
-        BLOCK_DV=triton.next_power_of_2(cache.head_dim_v),
         num_warps=config.num_warps,
+        **cache_arguments(cache, spare=slot_mapping),
     )

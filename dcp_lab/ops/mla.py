@@ -16,15 +16,13 @@ from dcp_lab.ops.arguments import (
     check_mla_scale,
 )
 from dcp_lab.ops.checks import FLOAT_DTYPES, FP8_DTYPES, check_tensor, fail
-from dcp_lab.ops.copies import choose_copy_config
+from dcp_lab.ops.copies import FP8_BIAS, choose_copy_config
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, run_split_call, split_call
 from dcp_lab.ops.workspace import DecodeWorkspace
 from dcp_lab.sharding import Shard
 from dcp_lab.state import AttnState
 
-# Exponent bias of each fp8 format.
-_FP8_BIAS = {torch.float8_e4m3fn: 7, torch.float8_e4m3fnuz: 8}
 _FP16_BIAS = 15
 
 
@@ -143,7 +141,7 @@ def _plan(
     if fp8:
         # The kernel reads fp8 as fp16 of the same exponent bits.
         latents = kv_cache.view(torch.int16)
-        scale *= 2.0 ** (_FP16_BIAS - _FP8_BIAS[kv_cache.dtype])
+        scale *= 2.0 ** (_FP16_BIAS - FP8_BIAS[kv_cache.dtype])
     decode = dict(
         q_ptr=q,
         kv_ptr=latents,
@@ -244,7 +242,7 @@ def write_mla_kv(
     if num_tokens == 0:
         return
     num_pages, page_size, _ = kv_cache.shape
-    fp8_bias = _FP8_BIAS.get(kv_cache.dtype, 0)
+    fp8_bias = FP8_BIAS.get(kv_cache.dtype, 0)
     target = kv_cache
     if fp8_bias:
         latent, target = interpreter_safe(latent), kv_cache.view(torch.uint8)
