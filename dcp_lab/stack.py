@@ -75,7 +75,10 @@ class StackModel:
         experts, experts_per_token, expert_intermediate: Of the heavy one, a mixture of experts;
             expert_intermediate is this rank's.
         kv_every: Every kv_every-th layer and the last have a KV cache. Default: 1, all.
-        latent: Whether the cache is MLA's latents.
+        latent: Whether the cache is MLA's latents: q is multiplied by the key up-projection before
+            the attention, its result by the value up-projection after it.
+        latent_head_dim: Of a latent model's head before and after that: query without rope, and
+            value. Default: 128.
         softmax_scale: Default: head_dim ** -0.5.
     """
 
@@ -92,6 +95,7 @@ class StackModel:
     expert_intermediate: int
     kv_every: int = 1
     latent: bool = False
+    latent_head_dim: int = 128
     softmax_scale: float | None = None
 
     @property
@@ -103,6 +107,11 @@ class StackModel:
             for layer in range(self.num_layers)
             if layer % self.kv_every == self.kv_every - 1 or layer == last
         )
+
+    @property
+    def out_dim(self) -> int:
+        """Width of a head where the output projection reads it."""
+        return self.latent_head_dim if self.latent else self.head_dim_v
 
     def experts_touched(self, tokens: int) -> int:
         """Return how many experts so many tokens touch, if each picks its own at random."""
@@ -256,7 +265,9 @@ class Stack:
             that so many tokens touch are read each layer). Default: "light".
         num_layers: Default: the model's.
         rank, size: Place in the group. Default: of the default process group; 0 of 1 without one.
-        group: Process group; None is the default one.
+        group: Process group of the exchange; None is the default one.
+        tp_group: Of the all-reduce in the dense pieces, as servers give each its own communicator.
+            Default: group.
         dtype: Of everything. Default: bf16.
         page_size: Default: 16.
         expert_sets: Distinct sets of experts, used in turn by the layers, so that they fit and are
@@ -278,6 +289,7 @@ class Stack:
         rank: int | None = None,
         size: int | None = None,
         group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.bfloat16,
         page_size: int = 16,
         expert_sets: int = 8,
@@ -297,6 +309,7 @@ class Stack:
         if self.size > 1 and not grouped and not simulated:
             fail("size", "1 without a process group, or simulated=True", self.size)
         self.group, self.simulated = group, simulated
+        self.tp_group = group if tp_group is None else tp_group
         self.dtype, self.page_size = dtype, check_positive_int("page_size", page_size)
         if device is None:
             device = "cpu" if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
@@ -327,17 +340,23 @@ class Stack:
     def _make_weights(self) -> None:
         m, mine = self.model, self.rank + 1
         heads, width = m.num_q_heads, m.hidden
+        rope = m.head_dim - m.head_dim_v
+        q_dim = m.latent_head_dim + rope if m.latent else m.head_dim
         kv_width = m.head_dim if m.latent else m.num_kv_heads * (m.head_dim + m.head_dim_v)
         self._w: list[dict[str, torch.Tensor]] = []
         kv_layers = set(m.kv_layers)
         for layer in range(m.num_layers):
-            w = {"out": self._weight(width, heads * m.head_dim_v, 1, layer, mine)}
+            w = {"out": self._weight(width, heads * m.out_dim, 1, layer, mine)}
             if layer in kv_layers:
-                w["q"] = self._weight(heads * m.head_dim, width, 2, layer, mine)
+                w["q"] = self._weight(heads * q_dim, width, 2, layer, mine)
                 # All ranks make the same K and V.
                 w["kv"] = self._weight(kv_width, width, 3, layer)
             else:
-                w["mix"] = self._weight(heads * m.head_dim_v, width, 2, layer, mine)
+                w["mix"] = self._weight(heads * m.out_dim, width, 2, layer, mine)
+            if m.latent and layer in kv_layers:
+                shape = (m.head_dim_v, m.latent_head_dim)
+                w["k_up"] = self._weight(*shape, 10, layer, mine, many=heads)
+                w["v_up"] = self._weight(*shape[::-1], 11, layer, mine, many=heads)
             if self.dense == "light":
                 w["up"] = self._weight(2 * m.intermediate, width, 4, layer, mine)
                 w["down"] = self._weight(width, m.intermediate, 5, layer, mine)
@@ -480,7 +499,7 @@ class Stack:
 
     def _all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         if self.size > 1 and not self.simulated:
-            dist.all_reduce(partial, group=self.group)
+            dist.all_reduce(partial, group=self.tp_group)
         return partial
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -493,8 +512,22 @@ class Stack:
         """Write q and the new token's K and V."""
         hidden = self._norm(self.x)
         w = self._w[layer]
-        torch.mm(hidden, w["q"].t(), out=self.q.view(self.requests, -1))
         torch.mm(hidden, w["kv"].t(), out=self._kv)
+        if self.model.latent:
+            self.q.copy_(self._query(layer, hidden))
+        else:
+            torch.mm(hidden, w["q"].t(), out=self.q.view(self.requests, -1))
+
+    def _query(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return q [T, Hq, D] as the attention takes it."""
+        m = self.model
+        q = self._linear(layer, "q", hidden).unflatten(1, (m.num_q_heads, -1))
+        if not m.latent:
+            return q
+        plain, rope = q.split([m.latent_head_dim, m.head_dim - m.head_dim_v], -1)
+        k_up = self._w[layer]["k_up"].to(q.dtype)
+        absorbed = torch.bmm(plain.transpose(0, 1), k_up.transpose(1, 2)).transpose(0, 1)
+        return torch.cat([absorbed, rope], -1)
 
     def _mix(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a layer without a KV cache, in the attention's place."""
@@ -502,6 +535,9 @@ class Stack:
 
     def _output(self, layer: int, out: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the output projection."""
+        if self.model.latent:
+            v_up = self._w[layer]["v_up"].to(out.dtype)
+            out = torch.bmm(out.transpose(0, 1), v_up.transpose(1, 2)).transpose(0, 1)
         return self._linear(layer, "out", out.flatten(1))
 
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -826,7 +862,7 @@ class Stack:
         for layer in range(m.num_layers):
             if layer in kv_layers:
                 hidden = self._norm(x)
-                q = self._linear(layer, "q", hidden).unflatten(1, (m.num_q_heads, -1))
+                q = self._query(layer, hidden)
                 new_key, new_value = self._split_kv(self._linear(layer, "kv", hidden))
                 state = self._reference_attention(index, q, new_key, new_value)
                 x = x + self._all_reduce(self._output(layer, state.out))

@@ -28,6 +28,7 @@ TINY_LATENT = dataclasses.replace(
     num_q_heads=2,
     head_dim=48,
     head_dim_v=32,
+    latent_head_dim=16,
     intermediate=16,
     kv_every=2,
 )

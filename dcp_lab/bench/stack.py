@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import sys
@@ -415,6 +416,7 @@ class Run:
     _kept: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     _stack: Stack | None = None
     _stack_of: object = None
+    _tp_group: dist.ProcessGroup | None = None
     _hidden: tuple[torch.Tensor, torch.Tensor] | None = None
     _hidden_of: object = None
     _slowest_build: float = 0.0
@@ -438,11 +440,14 @@ class Run:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
+            if self._tp_group is None:
+                self._tp_group = dist.new_group()
             self._stack = Stack(
                 self.models[block.model],
                 block.requests,
                 dense=block.dense,
                 num_layers=self.layers,
+                tp_group=self._tp_group,
                 **self.options,
             )
             self._stack_of = block.stack
@@ -712,12 +717,20 @@ def main(args: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    source = record.provenance()
+    if source["git_commit"] == "unknown":
+        print(
+            "bench stack: expected a git checkout, or DCP_LAB_GIT_COMMIT set to the output of "
+            "git describe --always --dirty --abbrev=40 --exclude '*'",
+            file=sys.stderr,
+        )
+        return 2
     settings = {
         "deadline": begin + options.seconds,
         "layers": options.layers,
         "repeats": options.repeats,
         "out": options.out or measured_path("stack_h200x2"),
-        "source": record.provenance(),
+        "source": source,
         "traces": options.traces,
     }
     if "LOCAL_RANK" in os.environ:
@@ -757,4 +770,5 @@ def _under_torchrun(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # By its name: other processes cannot load what __main__ defines.
+    sys.exit(importlib.import_module("dcp_lab.bench.stack").main())
