@@ -277,12 +277,7 @@ def classes() -> types.SimpleNamespace:
 
         def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
             """Make what is shared with other layers, before memory is measured."""
-            from vllm.platforms import current_platform
-
-            if current_platform.is_cpu():
-                device = torch.device("cpu")
-            else:
-                device = torch.device("cuda", torch.cuda.current_device())
+            device = versions.model_device()
             self.shape = self.shape_for(act_dtype)
             if self.shard.size > 1:
                 self.exchange = exchange_of(self.reducer, self.shape, self.max_tokens, device)

@@ -50,6 +50,15 @@ def current_config() -> Any | None:
     return get_current_vllm_config_or_none()
 
 
+def model_device() -> torch.device:
+    """Return where this process runs the model."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda_alike():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def dcp_group() -> Any:
     """Return vLLM's coordinator of this rank's DCP group."""
     from vllm.distributed.parallel_state import get_dcp_group
