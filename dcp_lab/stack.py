@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -668,7 +669,13 @@ class Stack:
             return self._paged(corner, write, state, heads)
         published = corner.attention in PUBLISHED
         lens = pages.cached_lens if published else pages.seq_lens
-        gather = "per_token" if published else corner.attention
+        gather = "published" if published else corner.attention
+        # Study 1's path waits in every layer to learn on the host how much there is to gather.
+        known = {"total_tokens": pages.cached_tokens} if gather != corner.attention else {}
+        waits = False
+        if published and "attend" not in inspect.signature(gather_decode).parameters:
+            # Until gather_decode has that gather: another grid, the same wait.
+            gather, known, waits = "per_token", {}, corner.attention == "published"
         workspace = self._part(
             "gather",
             gather,
@@ -688,8 +695,7 @@ class Stack:
 
         def attend_gathered(index: int, q: torch.Tensor) -> AttnState:
             write(index)
-            if corner.attention == "published":
-                # Study 1's path learns on the host how much there is to gather.
+            if waits:
                 workspace.cu_seqlens[self.requests].item()
             return gather_decode(
                 q,
@@ -699,6 +705,7 @@ class Stack:
                 lens,
                 softmax_scale=m.softmax_scale,
                 gather=gather,
+                **known,
                 workspace=workspace,
                 out=state.out,
                 lse=state.lse,
