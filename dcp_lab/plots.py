@@ -339,7 +339,7 @@ def engine_modes(modes: pd.DataFrame, account: NoGather) -> Figure:
         fig,
         f"With no gather at all, DCP 2 is still {number(account.ratio)}x slower under PIECEWISE",
         "Measured: data/measured/vllm_h200_dcp.csv, two H200s, FlashAttention 3 on the paged "
-        "cache, dummy weights, light dense part. H200, not MI355X.",
+        "cache, dummy weights, light dense part; medians of 3. H200, not MI355X.",
     )
 
 
@@ -349,6 +349,7 @@ def attention_paths(
     layers: int,
     added_ms: float,
     source: str,
+    kernels: str,
     modes: Sequence[str] = ("graph", "eager"),
 ) -> Figure:
     """Draw one layer's attention, paged and gathered, in a graph and launched eagerly.
@@ -358,6 +359,7 @@ def attention_paths(
         layers: Layers of a step.
         added_ms: The added time to compare with.
         source: The rows' table.
+        kernels: Whose attention it is, for the title: "FA3", "this lab's unsplit attend".
         modes: Which of "graph" and "eager" to draw. Default: both.
     """
     rows = rows[rows["mode"].isin(modes)]
@@ -391,8 +393,9 @@ def attention_paths(
     first = rows.iloc[0]
     return finding(
         fig,
-        f"On an H200 a gather in {layers} layers adds at most {number(extra)} ms a step, "
-        f"{number(100 * extra / added_ms, 0)} % of study 1's {number(added_ms, 0)} ms",
+        f"With {kernels}: a gather in {layers} layers adds up to {number(extra)} ms a step at an "
+        f"H200's price, {number(100 * extra / added_ms, 0)} % of study 1's "
+        f"{number(added_ms, 0)} ms",
         f"Measured: {source}, one {first.gpu}, {first.requests} x {first.context_tokens:,} tokens "
         f"on it, {first.num_q_heads} q heads. Step: extra over the best paged way, times {layers} "
         "layers. H200, not MI355X.",
@@ -458,9 +461,9 @@ def waterfall(
     explained = parts[parts.state == "explained"].high_ms.sum()
     return finding(
         fig,
-        f"At an H200's cost a gather is {number(100 * explained / added_ms, 0)} % of study 1's "
-        f"added time; full graphs remove {number(100 * account.removed_share, 0)} % of what two "
-        "H200s add without one",
+        f"A gather is at most {number(100 * explained / added_ms, 0)} % of study 1's added time "
+        "at H200 prices, all parts added; full graphs remove "
+        f"{number(100 * account.removed_share, 0)} % of what two H200s add without one",
         "Left: TPOT published; the gather's bytes modelled (MI355X, MI300X); its kernels and "
         "launches measured on an H200; a host sync for it is in the open part. Right: measured, "
         "data/measured/vllm_h200_dcp.csv. H200 numbers are not MI355X numbers.",

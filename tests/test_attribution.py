@@ -206,6 +206,25 @@ def test_peer_paths_compare_with_the_best_paged_row(peers):
     assert (peers.low_us <= peers.median_us).all() and (peers.median_us <= peers.high_us).all()
 
 
+@pytest.mark.parametrize(("spread", "share"), [(0.05, 0.449), (0.10, 0.93)])
+def test_the_bound_is_as_loose_as_the_runs_spread(spread, share):
+    """A spread of the runs that is larger than the DCP 1 pairs' bounds the growing share less."""
+    serve = tables.published_serve()
+    found = attribution.context_growth(serve, spread=spread)
+    assert found.share_high == pytest.approx(share, abs=0.005)
+    assert found.allowance_ms == pytest.approx(
+        attribution.context_growth(serve).allowance_ms * spread / attribution.run_allowance(serve)
+    )
+
+
+def test_the_attend_is_named_by_its_launches():
+    """Two launches gather and attend; a third merges what a split attend left."""
+    assert attribution.attend_of(attribution.decode_paths(decode_rows(launches=2))) == "unsplit"
+    assert attribution.attend_of(attribution.decode_paths(decode_rows(launches=3))) == "split"
+    with pytest.raises(ValueError, match="expected gather rows with their launches"):
+        attribution.attend_of(attribution.decode_paths(decode_rows(launches=None)))
+
+
 def test_gather_on_an_h200_is_a_few_ms_a_step(peers):
     """In a graph 0.8 to 2.1 ms for 94 layers, eager 3.6 to 3.8 ms."""
     cost = attribution.gather_cost(peers, STUDY1, 2500, H200)

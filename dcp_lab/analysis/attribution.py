@@ -153,7 +153,9 @@ class Growth:
     share_high: float
 
 
-def context_growth(serve: pd.DataFrame, *, name: str = MEAN_TPOT) -> Growth:
+def context_growth(
+    serve: pd.DataFrame, *, name: str = MEAN_TPOT, spread: float | None = None
+) -> Growth:
     """Return whether study 1's added time grows with the context.
 
     Suppose a share s of the added time is proportional to the context. Then the added time grows
@@ -165,6 +167,8 @@ def context_growth(serve: pd.DataFrame, *, name: str = MEAN_TPOT) -> Growth:
     Args:
         serve: published_serve().
         name: The metric, in ms. Default: mean TPOT.
+        spread: Share by which a run may differ from its repeat. Default: run_allowance(serve),
+            which comes from DCP 1 runs; nobody repeated a DCP 2 run.
 
     Raises:
         ValueError: The table does not have two settings with different mean contexts.
@@ -176,7 +180,8 @@ def context_growth(serve: pd.DataFrame, *, name: str = MEAN_TPOT) -> Growth:
     short, long = added.iloc[0], added.iloc[1]
     change = float(long.added_ms - short.added_ms)
     runs = (short.base_ms, short.dcp_ms, long.base_ms, long.dcp_ms)
-    allowance = run_allowance(serve) * math.sqrt(sum(value**2 for value in runs))
+    spread = run_allowance(serve) if spread is None else spread
+    allowance = spread * math.sqrt(sum(value**2 for value in runs))
     grows_by = long.context_tokens / short.context_tokens - 1
     proportional = float(short.added_ms * grows_by)
     thousands = (long.context_tokens - short.context_tokens) / 1000
@@ -345,7 +350,7 @@ _DECODE_PATHS = {
     "paged_decode": ("paged", "paged_decode, {}"),
     "gather_decode": ("gather", "{} gather, then attend"),
     "sdpa": ("contiguous", "torch SDPA, {} KV"),
-    "read_pages": ("read", "reading the pages, {}"),
+    "read_pages": ("read", "reading the pages in order"),
 }
 
 # What makes rows comparable: the same attention, started in the same way.
@@ -472,6 +477,17 @@ class GatherCost:
     gpu: str
     shape: str
     covers: bool
+
+
+def attend_of(paths: pd.DataFrame) -> str:
+    """Return 'unsplit' or 'split': how the rows' gather_decode attends its copy, by its launches.
+
+    One launch gathers and one attends; a split attend needs one more, which merges its parts.
+    """
+    launches = paths[(paths.path == "gather") & paths.launches.notna()].launches
+    if launches.empty:
+        raise ValueError("paths: expected gather rows with their launches, got none")
+    return "unsplit" if launches.max() <= 2 else "split"
 
 
 def gather_cost(
