@@ -68,6 +68,7 @@ class PagedCase:
         head_dim_v: int | None = None,
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         kv_layout: str = "NHD",
         query_lens: Sequence[int] | None = None,
         padding_rows: int = 0,
@@ -87,7 +88,8 @@ class PagedCase:
             head_dim: D.
             head_dim_v: Dv. Default: head_dim.
             page_size: Tokens a page.
-            dtype: Of q and the caches.
+            dtype: Of q.
+            kv_dtype: Of the caches, fp8 too; keys and values stay dtype. Default: dtype.
             kv_layout: "NHD", "HND" or "SHUFFLE".
             query_lens: Query tokens of each request, 0 allowed. Default: one a request, and no
                 query_start_loc.
@@ -114,10 +116,14 @@ class PagedCase:
         # The whole requests come first, so that shard, pages and layout leave them as they are.
         queries = [1] * len(lens) if query_lens is None else list(query_lens)
         q = torch.randn(sum(queries), num_q_heads, head_dim, generator=random)
-        keys = [torch.randn(n, num_kv_heads, head_dim, generator=random).to(dtype) for n in lens]
-        values = [
-            torch.randn(n, num_kv_heads, head_dim_v, generator=random).to(dtype) for n in lens
-        ]
+        stored = dtype if kv_dtype is None else kv_dtype
+        keys, values = (
+            [
+                torch.randn(n, num_kv_heads, dim, generator=random).to(stored).to(dtype)
+                for n in lens
+            ]
+            for dim in (head_dim, head_dim_v)
+        )
         q = torch.cat([q, torch.full((padding_rows, num_q_heads, head_dim), torch.nan)]).to(dtype)
 
         rank = Shard(0, 1) if shard is None else shard
@@ -141,7 +147,7 @@ class PagedCase:
             k_cache[pages[i // page_size], i % page_size] = keys[b][held]
             v_cache[pages[i // page_size], i % page_size] = values[b][held]
 
-        k_cache, v_cache = _to_layout(k_cache, v_cache, kv_layout)
+        k_cache, v_cache = _to_layout(k_cache.to(stored), v_cache.to(stored), kv_layout)
         k_cache, v_cache = _fuse(k_cache.to(device), v_cache.to(device), fused)
         query_start_loc = None
         if query_lens is not None:

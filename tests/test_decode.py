@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from dcp_lab import AttnState, BoundDecode, DecodeWorkspace, Shard, merge_states, paged_decode
+from dcp_lab.ops.device import Device, planning_for
 from dcp_lab.ops.workspace import DecodeConfig
 from dcp_lab.reference import eager_decode, reference_attention, reference_decode
 from dcp_lab.testing import PagedCase, assert_within_budget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 16
+FP8 = torch.float8_e4m3fn
+FNUZ = torch.float8_e4m3fnuz
+NO_FNUZ = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.version.hip is None, reason="e4m3fnuz needs an AMD GPU"
+)
 # Around a page, around a tile, and long enough to be split.
 LENS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 150)
 SPLITS = [
@@ -26,6 +33,9 @@ SPLITS = [
 
 def build(lens=LENS, **options) -> PagedCase:
     return PagedCase.build(lens, device=DEVICE, **options)
+
+
+SCALES = {"k_scale": 0.5, "v_scale": torch.tensor([2.0, 0.3], device=DEVICE)}
 
 
 def check(case: PagedCase, *, name: str = "paged_decode", **options) -> AttnState:
@@ -155,10 +165,7 @@ def test_window_softcap_sinks(rank, model, num_splits):
     model = dict(model)
     case = build((0, 1, 17, 150), query_lens=(0, 1, 2, 3), padding_rows=1)
     if model.pop("sinks", False):
-        sinks = torch.tensor([-math.inf, 0.0, 3.0, 30.0], device=DEVICE)
-        # Under a shard a sink counts once: on rank 0.
-        if not rank:
-            model["sinks"] = sinks
+        model["sinks"] = torch.tensor([-math.inf, 0.0, 3.0, 30.0], device=DEVICE)
     if rank is not None:
         case = case.on_rank(Shard(rank, 2, 4))
     check(case, num_splits=num_splits, **model)
@@ -171,6 +178,43 @@ def test_sink_without_keys():
     got = paged_decode(*case.tensors, **case.options(), sinks=sinks)
     assert (got.out[0] == 0).all() and torch.allclose(got.lse[0], sinks)
     assert (got.lse[2] == -math.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", SPLITS[:3])
+def test_sinks_count_once_over_the_ranks(num_splits):
+    """Given to each of 4 ranks, sinks are in the merged whole once, rank 0 empty or not."""
+    whole = build((1, 5, 40, 0), num_q_heads=6, num_kv_heads=3, query_lens=(1, 2, 1, 1))
+    sinks = torch.tensor([-math.inf, 0.0, 30.0, 1.0, -2.0, 7.0], device=DEVICE)
+    for interleave_size in (1, 16):
+        parts = []
+        for rank in range(4):
+            case = whole.on_rank(Shard(rank, 4, interleave_size))
+            parts.append(check(case, name=f"rank {rank}", num_splits=num_splits, sinks=sinks))
+        # The last request is empty everywhere: its sink alone, seen on rank 0 only.
+        assert torch.allclose(parts[0].lse[-1], sinks)
+        assert all((part.lse[-1] == -math.inf).all() for part in parts[1:])
+        merged = merge_states(
+            torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts])
+        )
+        truth = reference_decode(*whole.tensors, **whole.reference_options(), sinks=sinks)
+        eager = eager_decode(*whole.tensors, **whole.reference_options(), sinks=sinks)
+        assert_within_budget(f"interleave {interleave_size}", merged, truth, eager)
+
+
+@pytest.mark.parametrize("num_splits", SPLITS[:3])
+@pytest.mark.parametrize("softcap", [1e-30, 0.05, 50.0, 1e4, 3e8, 3e38])
+def test_soft_caps_of_any_size(softcap, num_splits):
+    """A cap far above the scores changes nothing, one far below gives equal weights."""
+    check(build((1, 33, 100)), softcap=softcap, num_splits=num_splits)
+
+
+def test_a_window_longer_than_int32():
+    """A window longer than any request is no window."""
+    case = build((0, 1, 40), query_lens=(0, 1, 3))
+    expected = paged_decode(*case.tensors, **case.options())
+    for window in (2**31 - 2, 2**31 - 1, 2**31, 2**40):
+        got = check(case, sliding_window=window)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
@@ -187,9 +231,18 @@ def test_unused_splits_leave_the_lse_alone(num_requests, num_splits):
 def test_natural_logarithm_on_every_path():
     """Each path gives ln 2 and ln 8 for two and eight equal scores, and merges to 0.8."""
     expected = torch.tensor([2.0, 8.0], device=DEVICE).log()[:, None].expand(2, 2)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype, kv_dtype, kv_layout in (
+        (torch.float32, None, "NHD"),
+        (torch.float16, None, "SHUFFLE"),
+        (torch.bfloat16, None, "HND"),
+        (torch.float16, FP8, "NHD"),
+        (torch.bfloat16, FP8, "SHUFFLE"),
+    ):
         for query_lens in (None, (1, 1)):
-            case = build((2, 8), num_q_heads=2, head_dim=16, dtype=dtype, query_lens=query_lens)
+            case = build(
+                (2, 8), num_q_heads=2, head_dim=16, dtype=dtype, kv_dtype=kv_dtype,
+                kv_layout=kv_layout, query_lens=query_lens,
+            )  # fmt: skip
             case.q.zero_()
             for num_splits in (None, 1, 2, 5):
                 got = paged_decode(*case.tensors, **case.options(), num_splits=num_splits)
@@ -389,6 +442,262 @@ def test_workspace_refusals():
         make(4, 4, 3, 32)
     with pytest.raises(ValueError, match="global_seq_lens: expected int32"):
         fresh.prepare(case.seq_lens, sliding_window=4, shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND", "SHUFFLE"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype"),
+    [
+        (FP8, torch.float32),
+        (FP8, torch.float16),
+        (FP8, torch.bfloat16),
+        pytest.param(FNUZ, torch.float16, marks=NO_FNUZ),
+        (None, torch.float32),
+        (None, torch.float16),
+        (None, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_layouts_and_fp8(kv_dtype, dtype, kv_layout):
+    """Each layout of each dtype is as right as the same K and V in plain torch."""
+    if kv_dtype is None and kv_layout != "SHUFFLE":
+        pytest.skip("test_dtypes_and_splits and test_pages_and_layouts have it")
+    case = build(
+        (0, 1, 15, 17, 150),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_layout=kv_layout,
+        query_lens=(0, 1, 2, 1, 3),
+        padding_rows=1,
+    )
+    scales = {} if kv_dtype is None else SCALES
+    for num_splits in (None, 1):
+        check(case, name=f"splits {num_splits}", num_splits=num_splits, **scales)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["fp16", "fp8"])
+@pytest.mark.parametrize("page_size", [1, 16, 48, 1024])
+def test_pages_of_fp8_and_shuffle(page_size, kv_dtype, kv_layout):
+    """Any page size that the layout can have; head dims and groups that fill no tile."""
+    if kv_layout == "NHD" and kv_dtype is None:
+        pytest.skip("test_pages_and_layouts has it")
+    if kv_layout == "SHUFFLE" and page_size == 1:
+        page_size = 8 if kv_dtype is None else 16
+    case = build(
+        (1, max(1, page_size - 1), page_size + 1),
+        num_q_heads=6,
+        head_dim=48,
+        head_dim_v=16,
+        page_size=page_size,
+        dtype=torch.float16,
+        kv_dtype=kv_dtype,
+        kv_layout=kv_layout,
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["fp16", "fp8"])
+def test_window_softcap_sinks_of_fp8_and_shuffle(kv_dtype, kv_layout, rank):
+    """Windows, caps, sinks, several query tokens and shards are the same in every layout."""
+    if kv_layout == "NHD" and kv_dtype is None:
+        pytest.skip("test_window_softcap_sinks has it")
+    case = build(
+        (0, 1, 17, 150),
+        query_lens=(0, 1, 2, 3),
+        padding_rows=1,
+        dtype=torch.float16,
+        kv_dtype=kv_dtype,
+        kv_layout=kv_layout,
+    )
+    model = {} if kv_dtype is None else dict(SCALES)
+    model |= {"sliding_window": 50, "softcap": 3.0}
+    model["sinks"] = torch.tensor([-math.inf, 0.0, 3.0, 30.0], device=DEVICE)
+    if rank is not None:
+        case = case.on_rank(Shard(rank, 2, 4))
+    for num_splits in (None, 2):
+        check(case, num_splits=num_splits, **model)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
+@pytest.mark.parametrize("kv_dtype", [FP8, pytest.param(FNUZ, marks=NO_FNUZ)], ids=str)
+def test_every_fp8_value(kv_dtype, kv_layout):
+    """A request of one token returns its value: every finite fp8 code comes out exactly."""
+    values = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(kv_dtype).float()
+    values = torch.where(values.isnan(), 0.0, values)
+    case = build((1, 1), num_q_heads=1, num_kv_heads=1, head_dim=256, kv_dtype=kv_dtype)
+    # The second token in reverse: both elements of a 16-bit word take every value.
+    rows = torch.stack([values, values.flip(0)])
+    pages = case.block_table[:, 0].long()
+    caches = []
+    for cache in (case.k_cache, case.v_cache):
+        filled = cache.float().nan_to_num()
+        filled[pages, 0, 0] = rows
+        filled = filled.to(kv_dtype)
+        caches.append(filled)
+    k_cache, v_cache = caches
+    if kv_layout == "SHUFFLE":
+        k_cache = k_cache.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
+        v_cache = v_cache.unflatten(1, (-1, 16)).permute(0, 3, 1, 4, 2).contiguous()
+    # One query coordinate at a time: the LSE is the key's value there.
+    for column in (0, 7, 120, 126, 127, 128, 129, 200, 254):
+        q = torch.zeros(2, 1, 256, device=DEVICE)
+        q[:, :, column] = 1.0
+        got = paged_decode(
+            q, k_cache, v_cache, case.block_table, case.seq_lens, kv_layout=kv_layout,
+            softmax_scale=1.0, num_splits=1,
+        )  # fmt: skip
+        assert torch.equal(got.out[:, 0], rows)
+        torch.testing.assert_close(got.lse[:, 0], rows[:, column], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
+@pytest.mark.parametrize("num_splits", SPLITS[:3])
+def test_fp8_scales(num_splits, kv_layout):
+    """Case 9: the LSE moves with k_scale and not with v_scale, a float, a tensor and per head."""
+    case = build((40, 3), kv_dtype=FP8, kv_layout=kv_layout)
+    plain = check(case, num_splits=num_splits)
+    said = check(case, num_splits=num_splits, k_scale=0.5, v_scale=2.0)
+    only_v = check(case, num_splits=num_splits, v_scale=2.0)
+    assert torch.equal(only_v.lse, plain.lse) and torch.equal(only_v.out, 2 * plain.out)
+    assert not torch.allclose(said.lse, plain.lse, atol=1e-3)
+    for shape in ((), (1,), (1, 1), (2,)):
+        k_scale, v_scale = (torch.full(shape, x, device=DEVICE) for x in (0.5, 2.0))
+        got = check(case, num_splits=num_splits, k_scale=k_scale, v_scale=v_scale)
+        torch.testing.assert_close(got, said, rtol=1e-6, atol=1e-6)
+    # Per head, strided: the other head's scale moves nothing.
+    k_scale = torch.tensor([0.5, 9.0, 3.0, 9.0], device=DEVICE)[::2]
+    got = check(case, num_splits=num_splits, k_scale=k_scale, v_scale=2.0)
+    assert torch.equal(got.lse[:, :2], said.lse[:, :2])
+    assert not torch.allclose(got.lse[:, 2:], said.lse[:, 2:], atol=1e-3)
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["large", "small"])
+def test_fp8_query_range(down):
+    """q far from 1 gives what the same q near 1 gives, for softmax_scale takes it back."""
+    case = build((40, 9), kv_dtype=FP8, dtype=torch.float16)
+    # Few bits, so that no power of two takes fp16 below its smallest number.
+    case.q.copy_((case.q * 16).round() / 16)
+    expected = check(case)
+    factor = 2.0 ** (-6 if down else 6)
+    case.q.mul_(factor)
+    got = check(case, softmax_scale=32**-0.5 / factor)
+    assert torch.equal(got.out, expected.out)
+    torch.testing.assert_close(got.lse, expected.lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, FP8], ids=str)
+def test_small_probabilities_keep_their_digits(kv_dtype):
+    """Keys of probability 1e-7 add up to what they weigh, though fp16 has no such numbers."""
+    k_cache = torch.zeros(257, 1, 1, 32, device=DEVICE)
+    v_cache = torch.full((257, 1, 1, 32), 448.0, device=DEVICE)
+    # One key far ahead with value 0, 256 behind it by 16.
+    k_cache[0, 0, 0, 0] = 16.0
+    v_cache[0] = 0.0
+    q = torch.zeros(1, 1, 32, dtype=torch.float16, device=DEVICE)
+    q[..., 0] = 1.0
+    table = torch.arange(257, dtype=torch.int32, device=DEVICE)[None]
+    lens = torch.full((1,), 257, dtype=torch.int32, device=DEVICE)
+    caches = k_cache.to(kv_dtype), v_cache.to(kv_dtype)
+    got = paged_decode(q, *caches, table, lens, softmax_scale=1.0)
+    weight = 256 * math.exp(-16)
+    expected = torch.full_like(got.out, 448 * weight / (1 + weight))
+    torch.testing.assert_close(got.out, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
+def test_strided_fp8_and_shuffle(kv_layout, kv_dtype):
+    """Caches may be views: K and V of one page, or with gaps in every dimension but the last."""
+    case = build(kv_dtype=kv_dtype, kv_layout=kv_layout)
+    expected = check(case)
+    fused = build(kv_dtype=kv_dtype, kv_layout=kv_layout, fused="pages")
+    assert not fused.k_cache.is_contiguous()
+    gaps = []
+    for cache in (case.k_cache, case.v_cache):
+        wide = torch.zeros([2 * n for n in cache.shape], dtype=cache.dtype, device=DEVICE)
+        view = wide[tuple(slice(None, None, 2) for _ in cache.shape[:-1])]
+        view = view[..., : cache.shape[-1]]
+        view.copy_(cache)
+        gaps.append(view)
+    for strided in (fused, dataclasses.replace(case, k_cache=gaps[0], v_cache=gaps[1])):
+        got = check(strided)
+        assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
+
+
+# 2066 pages of this many elements lie behind 2 ** 31.
+PAGE_STRIDE = 1_039_680
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND", "SHUFFLE"])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, FP8], ids=str)
+def test_offsets_past_int32(kv_dtype, kv_layout):
+    """Case 11: pages behind 2 ** 31 elements are read, and nothing where a wrapped offset lands."""
+    near = build((48,), dtype=torch.float16, kv_dtype=kv_dtype, kv_layout=kv_layout, spare_pages=0)
+    # fp8 V is read as 16-bit words: 2 ** 31 of them.
+    stride = PAGE_STRIDE * 2 // kv_dtype.itemsize
+    width = near.k_cache[0].numel()
+    first = 2**31 * 2 // kv_dtype.itemsize
+    # Memory that is not touched is not taken.
+    storage = torch.empty(first + 2071 * stride, dtype=kv_dtype, device=DEVICE)
+    bits = {1: torch.uint8, 2: torch.int16}[kv_dtype.itemsize]
+    used = torch.tensor([2064, 2066, 2070], device=DEVICE)
+    for unit in {1, 2 // kv_dtype.itemsize}:
+        for p in used.tolist():
+            wrapped = (p * stride // unit + 2**31) % 2**32 - 2**31
+            start = first + wrapped * unit
+            if wrapped * unit != p * stride and 0 <= start < len(storage) - 2 * width:
+                storage[start : start + 2 * width] = math.nan
+    caches = []
+    for number, cache in enumerate((near.k_cache, near.v_cache)):
+        shape, strides = (2071, *cache.shape[1:]), (stride, *cache.stride()[1:])
+        far = storage.as_strided(shape, strides, first + number * width)
+        far.view(bits)[used] = cache.view(bits)
+        caches.append(far)
+    table = used[near.block_table[:, :3].long()].int()
+    got = paged_decode(near.q, *caches, table, near.seq_lens, kv_layout=kv_layout)
+    expected = check(near)
+    assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
+
+
+def test_fp8_refusals():
+    """What the kernel cannot read is refused by name, before any launch."""
+    case = build((5, 40), kv_dtype=FNUZ)
+    with (
+        planning_for(Device("cuda", 132)),
+        pytest.raises(NotImplementedError, match="k_cache=float8_e4m3fnuz .* not supported"),
+    ):
+        paged_decode(*case.tensors)
+    case = build((5, 40), kv_dtype=FP8)
+    odd = torch.zeros(*case.v_cache.shape[:-1], 33, device=DEVICE).to(FP8)[..., :32]
+    with pytest.raises(NotImplementedError, match="v_cache=.*even strides"):
+        paged_decode(*dataclasses.replace(case, v_cache=odd).tensors)
+    with pytest.raises(ValueError, match=r"softmax_scale \* k_scale: .* fp32 can hold"):
+        paged_decode(*case.tensors, softmax_scale=1e30, k_scale=1e30)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
+def test_a_bound_call_of_fp8(kv_layout):
+    """A workspace and a bound call serve fp8; scales on the device may change in place."""
+    case = build((200, 3), kv_dtype=FP8, dtype=torch.float16, kv_layout=kv_layout)
+    workspace = DecodeWorkspace(2, 4, 2, 32, kv_dtype=FP8, max_items=8, device=DEVICE)
+    out = torch.empty(2, 4, 32, dtype=torch.float16, device=DEVICE)
+    lse = torch.empty(2, 4, device=DEVICE)
+    scales = {"k_scale": torch.ones(2, device=DEVICE), "v_scale": torch.ones(1, device=DEVICE)}
+    workspace.prepare(case.seq_lens)
+    bound = BoundDecode(
+        *case.tensors, **case.options(), **scales, workspace=workspace, out=out, lse=lse
+    )
+    for lens, factor in (((200, 3), 0.5), ((17, 2), 3.0)):
+        case.seq_lens.copy_(torch.tensor(lens))
+        scales["k_scale"].copy_(torch.tensor([factor, 1.0]))
+        scales["v_scale"].fill_(factor)
+        workspace.prepare(case.seq_lens)
+        options = {**case.reference_options(), **scales}
+        truth = reference_decode(*case.tensors, **options)
+        assert_within_budget(f"{lens}", bound(), truth, eager_decode(*case.tensors, **options))
 
 
 def test_a_bound_call_follows_its_buffers():

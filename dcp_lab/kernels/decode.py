@@ -1,13 +1,19 @@
 """Split-KV paged decode attention with its LSE, in three kernels.
 
-    out[t, h] = sum_s softmax_s(score[t, h, s]) v[s, h // G]
-    lse[t, h] = ln sum_s exp(score[t, h, s]),  score = softmax_scale q[t, h] . k[s, h // G]
+    out[t, h] = v_scale sum_s softmax_s(score[t, h, s]) v[s, h // G]
+    lse[t, h] = ln sum_s exp(score[t, h, s]),  score = softmax_scale k_scale q[t, h] . k[s, h // G]
 
 `_plan_kernel` runs once a step for all layers: it cuts the requests into work items of about equal
 length, as many as the device has slots. `_decode_kernel` runs one program for each (item, KV head,
 block of query rows): the query heads of one KV head and the query tokens of one request are the
 rows of one tile, so K and V are read once for all of them. An item that is a whole request writes
 its result; the others leave normalised fp32 partials, which `_reduce_kernel` merges.
+
+An fp8 cache is multiplied as fp16, exactly. K is converted as it is. A V whose head dims lie
+together is read as 16-bit words of two neighbours, which become the even and the odd columns of
+two products (`unpack_fp8`): there is no transposed 8-bit read of shared memory, and byte by byte
+it would be the slowest part of the kernel (64 x 8k on an H200: 42.5 us against 53.1). Under
+SHUFFLE neighbours are tokens, the dimension that the product sums over: plain conversion there.
 
 Source: flash-decoding (split KV, merge by LSE). Written here; what won and what lost is in the
 launch configs of dcp_lab/ops/workspace.py.
@@ -18,10 +24,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dcp_lab.kernels.fp8 import unpack_fp8
 from dcp_lab.kernels.primitives import (
     LN2,
     LOG2E,
     merge_weight,
+    power_of_two,
+    row_max,
+    scaled_to_fp16,
+    soft_cap,
     softmax_update,
     split_tiles,
     visible_end,
@@ -122,6 +133,8 @@ def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     block_table_ptr,
     seq_lens_ptr,
     total_lens_ptr,
@@ -133,6 +146,7 @@ def _decode_kernel(
     partial_out_ptr,
     partial_lse_ptr,
     softmax_scale,
+    v_scale,
     softcap,
     num_requests,
     num_tokens,
@@ -144,9 +158,13 @@ def _decode_kernel(
     stride_k_p,
     stride_k_t,
     stride_k_h,
+    stride_k_c,
     stride_v_p,
     stride_v_t,
     stride_v_h,
+    stride_v_d,
+    stride_k_scale,
+    stride_v_scale,
     stride_bt,
     stride_out_t,
     stride_out_h,
@@ -157,6 +175,11 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DENSE: tl.constexpr,
+    FP8: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr,
+    V_SCALE_ON_DEVICE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_ITEMS: tl.constexpr,
     HAS_PARTIALS: tl.constexpr,
@@ -179,6 +202,11 @@ def _decode_kernel(
 
     KV heads vary fastest, then row blocks (head_blocks in all). Without items (a fixed num_splits)
     there is one item a request and split, requests faster.
+
+    CHUNK is x under SHUFFLE, else 0: then stride_k_c is from x head dims of K to the next,
+    stride_v_t from x tokens of V to the next; DENSE says that stride_k_t and stride_v_d are x, so
+    that the compiler sees 16-byte loads. With FP8 but without CHUNK v_ptr points to 16-bit
+    words, and its strides count them.
     """
     if WAIT_LAUNCH:
         # Launched while the kernel before it drains: nothing of its results is read above this
@@ -197,6 +225,16 @@ def _decode_kernel(
     head = kv_head * GROUP + row % GROUP
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    # Where the elements of V lie, and how many columns of it an accumulator has.
+    V_PAIRS: tl.constexpr = FP8 and CHUNK == 0
+    V_COLUMNS: tl.constexpr = BLOCK_DV // 2 if V_PAIRS else BLOCK_DV
+    V_WIDTH: tl.constexpr = HEAD_DIM_V // 2 if V_PAIRS else HEAD_DIM_V
+    offs_v = tl.arange(0, V_COLUMNS)
+    k_dims = offs_d
+    v_dims = offs_v
+    if CHUNK > 0:
+        k_dims = tl.cast(offs_d // CHUNK, tl.int64) * stride_k_c + offs_d % CHUNK
+        v_dims = tl.cast(offs_v, tl.int64) * (CHUNK if DENSE else stride_v_d)
 
     if HAS_QUERY_START_LOC:  # noqa: SIM102 - a constexpr branch around one of the device
         # Rows of no request: out 0, lse -inf. All programs share them.
@@ -291,10 +329,25 @@ def _decode_kernel(
         mask=mask_row[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )
+    scale = softmax_scale
+    if K_SCALE_ON_DEVICE:
+        scale *= tl.load(k_scale_ptr + tl.cast(kv_head, tl.int64) * stride_k_scale)
+    row_scale = scale
+    if FP8 and q_ptr.dtype.element_ty != tl.float32:
+        # bf16 has a wider range than fp16: a power of two brings each row's largest value to
+        # between 1 and 2, so that nothing overflows and what underflows is below 2 ** -24.
+        down, up = power_of_two(row_max(q))
+        q = scaled_to_fp16(q, down)
+        row_scale = (scale * up)[:, None]
+    # fp16 probabilities from 2 ** -24 up: lifted so that small ones keep their digits.
+    LIFT: tl.constexpr = 32768.0 if q.dtype == tl.float16 else 1.0
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, V_COLUMNS], tl.float32)
+    if V_PAIRS:
+        # Of the odd columns; acc has the even ones.
+        acc1 = tl.zeros([BLOCK_M, V_COLUMNS], tl.float32)
     table = block_table_ptr + tl.cast(request, tl.int64) * stride_bt
     k_head = k_ptr + tl.cast(kv_head, tl.int64) * stride_k_h
     v_head = v_ptr + tl.cast(kv_head, tl.int64) * stride_v_h
@@ -307,30 +360,47 @@ def _decode_kernel(
         for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             next_page = tl.load(table + tl.minimum(n0 + BLOCK_N + offs_n, end - 1) // PAGE_SIZE)
             position = n0 + offs_n
+            if CHUNK > 0:
+                # Pieces start at a tile, so runs of CHUNK tokens are whole.
+                position = tl.multiple_of(tl.max_contiguous(position, BLOCK_N), BLOCK_N)
             mask_n = position < end
             # Masked past the end so that whatever lies there, NaN too, weighs nothing.
             mask_k = mask_n[:, None]
             if BLOCK_D != HEAD_DIM:
                 mask_k = mask_k & (offs_d < HEAD_DIM)[None, :]
             mask_v = mask_n[:, None]
-            if BLOCK_DV != HEAD_DIM_V:
-                mask_v = mask_v & (offs_dv < HEAD_DIM_V)[None, :]
             page64 = tl.cast(page, tl.int64)
             in_page = tl.cast(position % PAGE_SIZE, tl.int64)
+            k_tokens = page64 * stride_k_p + in_page * (CHUNK if DENSE else stride_k_t)
+            v_tokens = page64 * stride_v_p
+            if CHUNK > 0:
+                # A run of CHUNK tokens is one load of 16 bytes, if it is masked as a whole.
+                mask_v = (position // CHUNK * CHUNK < end)[:, None]
+                v_tokens += in_page // CHUNK * stride_v_t + in_page % CHUNK
+                v_tokens = tl.max_contiguous(v_tokens, [CHUNK])
+            else:
+                v_tokens += in_page * stride_v_t
+            if V_COLUMNS != V_WIDTH:
+                mask_v = mask_v & (offs_v < V_WIDTH)[None, :]
             k = tl.load(
-                k_head + (page64 * stride_k_p + in_page * stride_k_t)[:, None] + offs_d[None, :],
+                k_head + k_tokens[:, None] + k_dims[None, :],
                 mask=mask_k,
                 other=0.0,
             )
-            v = tl.load(
-                v_head + (page64 * stride_v_p + in_page * stride_v_t)[:, None] + offs_dv[None, :],
-                mask=mask_v,
-                other=0.0,
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * softmax_scale
+            v_at = v_head + v_tokens[:, None] + v_dims[None, :]
+            if V_PAIRS:
+                v, v1 = unpack_fp8(tl.load(v_at, mask=mask_v, other=0), q.dtype)
+            else:
+                v = tl.load(v_at, mask=mask_v, other=0.0)
+            if FP8:
+                k = k.to(q.dtype)
+                v = v.to(q.dtype)
+            if CHUNK > 0:
+                # What lies past the end in the last run.
+                v = tl.where(mask_n[:, None], v, 0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * row_scale
             if HAS_SOFTCAP:
-                # softcap * tanh(scores / softcap), tanh(x) = 2 sigmoid(2 x) - 1
-                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+                scores = soft_cap(scores, softcap)
             scores *= LOG2E
             visible = mask_n[None, :]
             if CAUSAL:
@@ -341,9 +411,16 @@ def _decode_kernel(
             p, alpha, m_i, l_i = softmax_update(
                 scores, m_i, l_i, MAY_BE_EMPTY=CAUSAL or WINDOW > 0
             )
-            acc = acc * alpha[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            p = (p * LIFT).to(v.dtype)
+            acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+            if V_PAIRS:
+                acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
             page = next_page
+
+    if V_PAIRS:
+        acc = tl.join(acc, acc1).reshape(BLOCK_M, BLOCK_DV)
+    if V_SCALE_ON_DEVICE:
+        v_scale *= tl.load(v_scale_ptr + tl.cast(kv_head, tl.int64) * stride_v_scale)
 
     write_result = splits == 1
     if HAS_SINKS:  # noqa: SIM102 - a constexpr branch around one of the device
@@ -356,7 +433,7 @@ def _decode_kernel(
             acc = acc * alpha[:, None]
             m_i = m_new
     seen = l_i > 0.0
-    acc = acc * tl.where(seen, 1.0 / tl.where(seen, l_i, 1.0), 0.0)[:, None]
+    acc = acc * tl.where(seen, v_scale / LIFT / tl.where(seen, l_i, 1.0), 0.0)[:, None]
     lse2 = tl.where(seen, m_i + tl.log2(tl.where(seen, l_i, 1.0)), float("-inf"))
     mask_out = mask_row[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
     if write_result:
@@ -404,7 +481,12 @@ def _reduce_kernel(
     WAIT_LAUNCH: tl.constexpr,
     EARLY_LAUNCH: tl.constexpr,
 ):
-    """Grid (split requests x query tokens, query heads, column blocks): merge a row's partials."""
+    """Grid (split requests x query tokens, query heads, column blocks): merge a row's partials.
+
+    Under dependent launch each program waits for the decode kernel, those with nothing to merge
+    too: this kernel's end is all that the kernel after it waits for, and unsplit rows are the
+    decode kernel's.
+    """
     if EARLY_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     entry = tl.program_id(0) // max_query_len
@@ -414,6 +496,8 @@ def _reduce_kernel(
     if HAS_ITEMS:
         request = tl.load(split_requests_ptr + entry * 4)
         if request < 0:
+            if WAIT_LAUNCH:
+                tl.extra.cuda.gdc_wait()
             return
         first = tl.load(split_requests_ptr + entry * 4 + 1)
         splits = tl.load(split_requests_ptr + entry * 4 + 2)
@@ -434,12 +518,16 @@ def _reduce_kernel(
         tiles = tl.cdiv(seq_len - begin, TILE)
         splits = tl.maximum(tl.cdiv(tiles, split_tiles(tiles, num_splits)), 1)
         if splits == 1:
+            if WAIT_LAUNCH:
+                tl.extra.cuda.gdc_wait()
             return
         first = request * num_splits
     query_start = request
     if HAS_QUERY_START_LOC:
         query_start = tl.load(query_start_loc_ptr + request)
         if j >= tl.load(query_start_loc_ptr + request + 1) - query_start:
+            if WAIT_LAUNCH:
+                tl.extra.cuda.gdc_wait()
             return
     if WAIT_LAUNCH:
         # Started beside the decode kernel: its partials are there only from here on.

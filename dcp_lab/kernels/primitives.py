@@ -66,3 +66,37 @@ def merge_weight(lse2, lse2_max):
     """Return exp2(lse2 - lse2_max), 0 where there is nothing to weigh (all -inf)."""
     base = tl.where(lse2_max == float("-inf"), 0.0, lse2_max)
     return tl.exp2(lse2 - base)
+
+
+@triton.jit
+def soft_cap(scores, cap):
+    """Return cap * tanh(scores / cap), as right as fp32 is whatever the two are.
+
+    2 sigmoid(2 x) - 1 would cancel where the cap is large: an error of 1e-7 cap.
+    """
+    # tanh(20) is 1 in fp32.
+    size = tl.minimum(tl.abs(scores) / cap, 20.0)
+    # tanh(x) / x as a continued fraction, cut off with an error of 1e-10 at 1/2.
+    square = size * size
+    ratio = (945.0 + square * (105.0 + square)) / (945.0 + square * (420.0 + 15.0 * square))
+    large = cap * (1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0))
+    return tl.where(size < 0.5, scores * ratio, tl.where(scores < 0.0, -large, large))
+
+
+@triton.jit
+def row_max(x):
+    """Return the largest |x| of each row, in fp32."""
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
+def power_of_two(x):
+    """Return (2 ** -e, 2 ** e) of 2 ** e <= x < 2 ** (e + 1), e kept within -60 and 60."""
+    bits = tl.clamp(x, 2.0**-60, 2.0**60).to(tl.int32, bitcast=True) & 0x7F800000
+    return (0x7F000000 - bits).to(tl.float32, bitcast=True), bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_to_fp16(x, row_factor):
+    """Return x [M, N] * row_factor [M] as fp16."""
+    return (x.to(tl.float32) * row_factor[:, None]).to(tl.float16)

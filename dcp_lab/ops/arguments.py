@@ -183,7 +183,7 @@ def check_kv_cache(
     head_dim_v = check_positive_int(
         "head_dim (of v_cache)", v_cache.shape[3], at_most=MAX_HEAD_DIM
     )
-    k, v = k_cache.stride(), v_cache.stride()
+    k_strides, v_strides = kv_strides(k_cache, v_cache, kv_layout)
     return KVCacheArguments(
         k_cache=k_cache,
         v_cache=v_cache,
@@ -193,12 +193,23 @@ def check_kv_cache(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        k_strides=(k[0], k[page_axis], k[head_axis], k[2] if shuffled else 0),
-        v_strides=(v[0], v[2 if shuffled else page_axis], v[head_axis], v[3] if shuffled else 1),
+        k_strides=k_strides,
+        v_strides=v_strides,
         chunk=chunk,
         k_scale=_check_scale("k_scale", k_scale, k_cache, num_kv_heads),
         v_scale=_check_scale("v_scale", v_scale, v_cache, num_kv_heads),
     )
+
+
+def kv_strides(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, kv_layout: str
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Return k_strides and v_strides of a KVCacheArguments."""
+    k, v = k_cache.stride(), v_cache.stride()
+    if kv_layout == "SHUFFLE":
+        return (k[0], k[3], k[1], k[2]), (v[0], v[2], v[1], v[3])
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    return (k[0], k[token], k[head], 0), (v[0], v[token], v[head], 1)
 
 
 def _check_scale(
@@ -210,7 +221,7 @@ def _check_scale(
     if cache.dtype not in FP8_DTYPES:
         fail(argument, f"None with a {dtype_name(cache.dtype)} cache", scale)
     if not isinstance(scale, torch.Tensor):
-        return _check_finite(argument, scale, positive=True)
+        return check_finite(argument, scale, positive=True)
     check_tensor(argument, scale, dtypes=(torch.float32,), device=cache.device)
     if scale.numel() != 1 and scale.shape != (num_kv_heads,):
         fail(argument, f"a float or fp32 of 1 element or [Hkv={num_kv_heads}]", scale)
@@ -241,7 +252,7 @@ def check_block_table(
     return num_requests, max_pages
 
 
-def _check_finite(argument: str, value: object, *, positive: bool = False) -> float:
+def check_finite(argument: str, value: object, *, positive: bool = False) -> float:
     """Return value as a float if it is a finite real number (and > 0) that fp32 can hold."""
     kind = "a finite number > 0" if positive else "a finite number"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -476,7 +487,7 @@ def check_mla_scale(kv_scale: float | torch.Tensor | None, kv_cache: torch.Tenso
         if kv_scale.numel() != 1:
             fail("kv_scale", "a float or a tensor of 1 element", kv_scale)
     else:
-        _check_finite("kv_scale", kv_scale, positive=True)
+        check_finite("kv_scale", kv_scale, positive=True)
 
 
 def _check_call(
@@ -503,10 +514,10 @@ def _check_call(
         fail("q", f"a number of heads divisible by num_kv_heads={cache.num_kv_heads}", q)
     num_requests, max_pages = check_block_table(block_table, seq_lens, device=q.device)
 
-    softmax_scale = _check_finite("softmax_scale", softmax_scale)
+    softmax_scale = check_finite("softmax_scale", softmax_scale)
     sliding_window = check_sliding_window(sliding_window)
     if softcap is not None:
-        softcap = _check_finite("softcap", softcap, positive=True)
+        softcap = check_finite("softcap", softcap, positive=True)
     if sinks is not None:
         check_tensor(
             "sinks",

@@ -9,13 +9,22 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
-from dcp_lab.ops.arguments import DecodeArguments, check_decode_arguments
-from dcp_lab.ops.checks import dtype_name, fail, unsupported
+from dcp_lab.ops.arguments import (
+    DecodeArguments,
+    check_decode_arguments,
+    check_finite,
+    kv_strides,
+)
+from dcp_lab.ops.checks import FP8_DTYPES, fail, unsupported
+from dcp_lab.ops.copies import FP8_BIAS
+from dcp_lab.ops.device import device_of
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, run_split_call, split_call
 from dcp_lab.ops.workspace import DecodeWorkspace
 from dcp_lab.sharding import Shard
 from dcp_lab.state import AttnState
+
+_FP16_BIAS = 15
 
 
 def paged_decode(
@@ -46,16 +55,21 @@ def paged_decode(
     out[t, h] = sum_s softmax_s(score[t, h, s]) v[s, h // G],  G = Hq // Hkv
     lse[t, h] = ln sum_s exp(score[t, h, s]),  score = softmax_scale q[t, h] . k[s, h // G]
 
+    k and v are what the cache holds, times k_scale and v_scale where it is fp8.
+
     Args:
         q: [T, Hq, D] fp32, fp16 or bf16, last dim contiguous, any other strides.
-        k_cache, v_cache: Pages in q's dtype, [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), V
-            with Dv in D's place; last dim contiguous, any other strides.
+        k_cache, v_cache: Pages in q's dtype or in fp8 (e4m3fn; e4m3fnuz on AMD and on the CPU),
+            [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), V with Dv in D's place, or K
+            [P, Hkv, D/x, page, x] and V [P, Hkv, page/x, Dv, x] (SHUFFLE, x = 16 / itemsize). Page
+            sizes from 1 to 1,024 (SHUFFLE: multiples of x). Last dim contiguous, any other strides
+            (even ones for V in fp8, but under SHUFFLE).
         block_table: int32 [B, max_pages], physical page of each logical one. Entries past
             ceil(seq_lens / page) are never read.
         seq_lens: int32 [B], tokens in this cache (this rank's count under DCP), the tokens being
             decoded included: KV is written first.
         softmax_scale: Multiplies q . k. Default: D ** -0.5.
-        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
+        kv_layout: 'NHD', 'HND' or 'SHUFFLE'. Default: 'NHD'.
         query_start_loc: int32 [B + 1], request b owns rows [b] to [b + 1]; rows past the last
             entry are padding (out 0, lse -inf). Default: one token a request, T = B.
         max_query_len: Most query tokens of a request. Default: 1.
@@ -71,9 +85,11 @@ def paged_decode(
         sliding_window: Only the last so many keys are seen, the query's own included. Default:
             all.
         softcap: Scores become softcap * tanh(score / softcap), before masking. Default: none.
-        sinks: fp32 [Hq], one more logit a head in the denominator; under a shard on rank 0 only. A
-            row with a sink and no key has out 0 and lse = sink. Default: none.
-        k_scale, v_scale: Not supported yet.
+        sinks: fp32 [Hq], one more logit a head in the denominator. Under a shard every rank is
+            given them and they count on rank 0. A row with a sink and no key has out 0 and
+            lse = sink. Default: none.
+        k_scale, v_scale: Of an fp8 cache, value = stored * scale: a float > 0, or an fp32 tensor
+            of 1 or of Hkv elements, read on the device. k_scale is in the LSE. Default: 1.
 
     Returns:
         AttnState(out, lse). A row that sees no key (empty request, empty shard, padding) gives
@@ -82,13 +98,18 @@ def paged_decode(
     Raises:
         ValueError: An argument breaks the contract; the message says which, what was expected and
             what was given. Raised before any launch and without a device sync.
-        NotImplementedError: kv_layout='SHUFFLE', an fp8 cache, k_scale or v_scale.
+        NotImplementedError: An e4m3fnuz cache on NVIDIA, or an fp8 v_cache (not SHUFFLE) with an
+            odd stride or storage offset.
 
     Notes:
         Launches: 2 with a prepared workspace or with num_splits > 1, 1 with num_splits = 1.
         Graph capture: safe with workspace (or num_splits), out and lse given; seq_lens,
-            block_table and q are read on the device, so they may change in place between replays.
-            Accumulates in fp32. The same inputs give the same bits; another num_splits does not.
+            block_table, q and scale tensors are read on the device, so they may change in place
+            between replays. Accumulates in fp32. The same inputs give the same bits; another
+            num_splits does not.
+        fp8: multiplied as fp16, exact for the cache and for 11 bits of q (fp32 queries: in fp32);
+            out and lse are as right as with the same K and V in 16 bits. An fp8 NaN in a slot in
+            use may count as a number.
         CPU: runs through Triton's interpreter; bf16 is computed in fp32 and rounded once.
 
     Source:
@@ -115,10 +136,7 @@ def paged_decode(
         out=out,
         lse=lse,
     )
-    if a.chunk:
-        unsupported("kv_layout", kv_layout, "use an NHD or HND cache")
-    if a.k_cache.dtype != q.dtype:
-        unsupported("k_cache", k_cache, f"use a cache in q's dtype {dtype_name(q.dtype)}")
+    _check_fp8(a)
     return run_split_call(a, _plan, workspace=workspace, out=out, lse=lse)
 
 
@@ -175,15 +193,29 @@ def _plan(
     split = split_call(a, workspace=workspace, out=out, lse=lse)
     config = split.config
     q, k_cache, v_cache = map(interpreter_safe, (a.q, a.k_cache, a.v_cache))
-    k_strides, v_strides = _strides(k_cache, a.kv_layout), _strides(v_cache, a.kv_layout)
+    fp8 = k_cache.dtype in FP8_DTYPES
+    # Of the copies that the interpreter may use.
+    k_strides, v_strides = kv_strides(k_cache, v_cache, a.kv_layout)
+    k_scale, k_scale_ptr, stride_k_scale = _scale(a.k_scale, spare=lse)
+    v_scale, v_scale_ptr, stride_v_scale = _scale(a.v_scale, spare=lse)
+    least_columns = 16
+    if fp8 and not a.chunk:
+        # 16-bit words of two elements, which the kernel reads as fp16 of the same exponent bits.
+        v_cache, v_strides = v_cache.view(torch.int16), tuple(n // 2 for n in v_strides)
+        v_scale *= 2.0 ** (_FP16_BIAS - FP8_BIAS[k_cache.dtype])
+        # tl.dot wants 16 columns of each half at least.
+        least_columns = 32
     decode = dict(
         q_ptr=q,
         k_ptr=k_cache,
         v_ptr=v_cache,
+        k_scale_ptr=k_scale_ptr,
+        v_scale_ptr=v_scale_ptr,
         block_table_ptr=a.block_table,
         items_ptr=split.items,
         sinks_ptr=a.seq_lens if a.sinks is None else a.sinks,
-        softmax_scale=a.softmax_scale,
+        softmax_scale=a.softmax_scale * k_scale,
+        v_scale=v_scale,
         softcap=a.softcap or 0.0,
         num_requests=a.num_requests,
         num_tokens=a.num_tokens,
@@ -193,14 +225,23 @@ def _plan(
         stride_k_p=k_strides[0],
         stride_k_t=k_strides[1],
         stride_k_h=k_strides[2],
+        stride_k_c=k_strides[3],
         stride_v_p=v_strides[0],
         stride_v_t=v_strides[1],
         stride_v_h=v_strides[2],
+        stride_v_d=v_strides[3],
+        stride_k_scale=stride_k_scale,
+        stride_v_scale=stride_v_scale,
         stride_bt=a.block_table.stride(0),
         NUM_KV_HEADS=a.num_kv_heads,
         GROUP=a.num_q_heads // a.num_kv_heads,
         HEAD_DIM=a.head_dim,
         PAGE_SIZE=a.page_size,
+        CHUNK=a.chunk,
+        DENSE=a.chunk == k_strides[1] == v_strides[3],
+        FP8=fp8,
+        K_SCALE_ON_DEVICE=k_scale_ptr is not lse,
+        V_SCALE_ON_DEVICE=v_scale_ptr is not lse,
         CAUSAL=a.max_query_len > 1,
         HAS_PARTIALS=split.num_reduced > 0,
         HAS_SOFTCAP=a.softcap is not None,
@@ -209,7 +250,7 @@ def _plan(
         BLOCK_M=split.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(a.head_dim),
-        BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
+        BLOCK_DV=max(least_columns, triton.next_power_of_2(a.head_dim_v)),
         STAGES=config.num_stages,
         WAIT_LAUNCH=split.overlap_entry,
         EARLY_LAUNCH=split.overlap_reduce,
@@ -222,7 +263,24 @@ def _plan(
     return [Launch(kernels._decode_kernel, grid, decode, options), *plan_reduce(a, split)]
 
 
-def _strides(cache: torch.Tensor, kv_layout: str) -> tuple[int, int, int]:
-    """Return the strides of a page, a token and a head (of the copy the interpreter may use)."""
-    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
-    return cache.stride(0), cache.stride(token), cache.stride(head)
+def _scale(
+    scale: float | torch.Tensor | None, *, spare: torch.Tensor
+) -> tuple[float, torch.Tensor, int]:
+    """Return a scale's factor, where the device finds the rest, and from one head to the next."""
+    if not isinstance(scale, torch.Tensor):
+        return scale or 1.0, spare, 0
+    return 1.0, scale, scale.stride(0) if scale.numel() > 1 else 0
+
+
+def _check_fp8(a: DecodeArguments) -> None:
+    """Raise for an fp8 cache that the kernel cannot read."""
+    if a.k_cache.dtype not in FP8_DTYPES:
+        return
+    if a.k_cache.dtype == torch.float8_e4m3fnuz and device_of(a.q.device).arch == "cuda":
+        unsupported("k_cache", a.k_cache, "NVIDIA GPUs have float8_e4m3fn")
+    if not isinstance(a.k_scale, torch.Tensor):
+        check_finite("softmax_scale * k_scale", a.softmax_scale * (a.k_scale or 1.0))
+    places = (a.v_cache.storage_offset(), *a.v_cache.stride()[:-1])
+    if not a.chunk and any(place % 2 for place in places):
+        needed = f"fp8 needs an even offset and even strides, this one has {places}"
+        unsupported("v_cache", a.v_cache, needed)
