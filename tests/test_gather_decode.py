@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,12 +11,23 @@ import torch
 
 from dcp_lab import AttnState, Shard, gather_decode
 from dcp_lab.ops.gather import GatherWorkspace
+from dcp_lab.ops.launch import Launch
 from dcp_lab.reference import eager_decode, reference_decode, reference_merge
-from dcp_lab.testing import PagedCase, assert_within_budget
+from dcp_lab.testing import PagedCase, _to_layout, assert_within_budget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GATHERS = ["per_page", "per_token"]
+FP8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz]
+# What the oracle is told too.
+MODEL = ("k_scale", "v_scale", "sliding_window", "softcap", "sinks")
+# How the gathered KV is attended.
+ATTENDS = [
+    pytest.param({"attend": "prefill"}, id="prefill"),
+    pytest.param({"attend": "split"}, id="split"),
+    pytest.param({"num_splits": 1}, id="1split"),
+    pytest.param({"num_splits": 3}, id="3splits"),
+]
 
 
 def lens_for(page_size: int) -> list[int]:
@@ -26,13 +38,13 @@ def lens_for(page_size: int) -> list[int]:
 def check(case: PagedCase, **options: Any) -> AttnState:
     """Run gather_decode on a case with as many rows as it has tokens, and check it."""
     options.setdefault("total_tokens", int(case.seq_lens.sum()))
+    model = {name: options[name] for name in MODEL if name in options}
     got = gather_decode(*case.tensors, **case.options(), **options)
-    reference = reference_decode(*case.tensors, **case.reference_options())
-    eager = eager_decode(*case.tensors, **case.reference_options())
+    reference = reference_decode(*case.tensors, **case.reference_options(), **model)
+    eager = eager_decode(*case.tensors, **case.reference_options(), **model)
     assert got.out.dtype == case.q.dtype and got.lse.dtype == torch.float32
     assert_within_budget("gather_decode", got, reference, eager)
-    empty = reference.lse.isinf()
-    assert (got.out[empty] == 0).all()
+    assert (got.out[(reference.out == 0).all(-1)] == 0).all()
     return got
 
 
@@ -44,6 +56,121 @@ def test_dtypes_and_layouts(gather: str, dtype: torch.dtype, layout: str) -> Non
     lens = lens_for(8)
     case = PagedCase.build(lens, page_size=8, dtype=dtype, kv_layout=layout, device=DEVICE)
     check(case, gather=gather)
+
+
+@pytest.mark.parametrize("attend", ATTENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ways_to_attend(dtype: torch.dtype, attend: dict) -> None:
+    """Whole, in any number of pieces or by a prefill kernel; with padding and several queries."""
+    lens = [0, 1, 70, 150]
+    check(PagedCase.build(lens, dtype=dtype, device=DEVICE), gather="per_page", **attend)
+    case = PagedCase.build(
+        lens, query_lens=[2, 1, 3, 0], padding_rows=3, dtype=dtype, device=DEVICE
+    )
+    got = check(case, gather="per_page", **attend)
+    assert (got.lse[-3:] == -torch.inf).all() and (got.out[-3:] == 0).all()
+
+
+@pytest.mark.parametrize("attend", ATTENDS)
+@pytest.mark.parametrize("query_lens", [None, [2, 1, 3, 1]], ids=["single", "multi"])
+def test_window_softcap_and_sinks(query_lens: list[int] | None, attend: dict) -> None:
+    """Each alone and all together; windows count global positions, sinks are rank 0's."""
+    whole = PagedCase.build([0, 1, 70, 150], query_lens=query_lens, device=DEVICE)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE)
+    options = {"sliding_window": 20, "softcap": 1.5, "sinks": sinks}
+    cases = [whole, whole.on_rank(Shard(0, 2, 4)), whole.on_rank(Shard(1, 2, 4))]
+    for name, value in options.items():
+        check(whole, gather="per_page", **{name: value}, **attend)
+    for case in cases:
+        got = check(case, gather="per_page", **options, **attend)
+        if case.shard is None or case.shard.rank == 0:
+            torch.testing.assert_close(got.lse[0], sinks)
+
+
+@pytest.mark.parametrize("window", [1, 64, 65, 1000])
+def test_windows_around_a_tile(window: int) -> None:
+    """A window as long as a tile, one more, a single key, or longer than the request."""
+    case = PagedCase.build([1, 64, 65, 150], device=DEVICE)
+    for attend in ({"attend": "prefill"}, {"num_splits": 3}):
+        check(case, gather="per_page", sliding_window=window, **attend)
+
+
+@pytest.mark.parametrize("attend", ATTENDS[::3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_fp8(fp8: torch.dtype, dtype: torch.dtype, attend: dict) -> None:
+    """fp8 caches in every layout: k_scale is in the LSE, v_scale is not, heads have their own."""
+    case = PagedCase.build([0, 1, 17, 70], dtype=dtype, device=DEVICE)
+    caches = [cache.to(fp8) for cache in (case.k_cache, case.v_cache)]
+    scales = {"k_scale": torch.tensor([0.5, 0.3], device=DEVICE), "v_scale": 0.7}
+    for layout in ("NHD", "HND", "SHUFFLE"):
+        k_cache, v_cache = _to_layout(*caches, layout)
+        stored = dataclasses.replace(case, k_cache=k_cache, v_cache=v_cache, kv_layout=layout)
+        check(stored, gather="per_page", **scales, **attend)
+
+
+@pytest.mark.parametrize("given", [None, 79, 100])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "workspace"])
+def test_published(shared: bool, given: int | None) -> None:
+    """The published path attends the same, whether it reads the total itself or is told."""
+    case = PagedCase.build([0, 9, 70], dtype=torch.float16, device=DEVICE)
+    workspace = None
+    if shared:
+        workspace = GatherWorkspace(
+            3, 120, 2, 32, 16, dtype=torch.float16, gather="published", device=DEVICE
+        )
+        workspace.prepare(case.seq_lens, max_pages=case.block_table.shape[1])
+    check(case, gather="published", workspace=workspace, total_tokens=given)
+
+
+def test_only_the_published_gather_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the total once a call, and never when told; the others never read anything."""
+    case = PagedCase.build([9, 20], num_q_heads=2, num_kv_heads=1, spare_columns=0, device=DEVICE)
+    reads: list[int] = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: (reads.append(1), item(x))[1])
+    for options, expected in (
+        ({"gather": "published"}, 1),
+        ({"gather": "published", "total_tokens": 29}, 0),
+        ({"gather": "per_token", "total_tokens": 29}, 0),
+        ({"gather": "per_page"}, 0),
+    ):
+        reads.clear()
+        gather_decode(*case.tensors, **options)
+        assert len(reads) == expected, options
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="graph capture needs a GPU")
+def test_the_published_gather_is_captured_only_when_told_the_total() -> None:
+    """Inside a capture the total cannot be read: the error says what to give."""
+    case = PagedCase.build([9, 20], dtype=torch.float16, device=DEVICE)
+    gather_decode(*case.tensors, gather="published", total_tokens=29)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(ValueError, match="total_tokens: expected an int under graph capture"):
+            gather_decode(*case.tensors, gather="published")
+        got = gather_decode(*case.tensors, gather="published", total_tokens=29)
+    graph.replay()
+    assert torch.equal(got.out, gather_decode(*case.tensors, gather="published").out)
+
+
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the gather: one launch unsplit or as a prefill kernel, two split."""
+    counts: list[int] = []
+    run = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: (counts.append(1), run(launch)))
+    case = PagedCase.build([70, 20], num_q_heads=2, num_kv_heads=1, device=DEVICE)
+    for options, expected in (
+        ({"attend": "prefill"}, 1),
+        ({"gather": "published", "total_tokens": 90}, 1),
+        ({"num_splits": 1}, 1),
+        ({"num_splits": 2}, 2),
+        ({}, 2),
+    ):
+        counts.clear()
+        gather_decode(*case.tensors, **{"gather": "per_page", **options})
+        assert len(counts) == expected, options
 
 
 @pytest.mark.parametrize(
@@ -296,34 +423,30 @@ def test_an_unprepared_workspace_is_refused() -> None:
             gather_decode(*case.tensors, workspace=workspace)
     with pytest.raises(ValueError, match="total_tokens: expected None with workspace"):
         gather_decode(*case.tensors, workspace=workspace, total_tokens=25)
+    with pytest.raises(ValueError, match="num_splits: expected None or 1 with attend='prefill'"):
+        gather_decode(*case.tensors, attend="prefill", num_splits=2)
+    published = GatherWorkspace(
+        2, 25, 2, 32, 16, dtype=torch.float32, gather="published", device=DEVICE
+    )
+    with pytest.raises(ValueError, match="total_tokens: expected at most the workspace's 25"):
+        gather_decode(*case.tensors, workspace=published, gather="published", total_tokens=26)
     with pytest.raises(ValueError, match="workspace: expected a GatherWorkspace or None"):
         gather_decode(*case.tensors, workspace=object())
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sliding_window", 4),
-        ("softcap", 30.0),
-        ("sinks", torch.zeros(4)),
-        ("num_splits", 2),
-        ("gather", "published"),
-    ],
-)
-def test_what_is_missing_names_itself(name: str, value: object) -> None:
-    """What is not built yet is refused by name, never done some other way."""
-    case = PagedCase.build([5, 20], device=DEVICE)
-    with pytest.raises(NotImplementedError, match=f"{name}=.* is not supported"):
-        gather_decode(*case.tensors, **{name: value})
-
-
-@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("gather", "fast", "gather: expected one of 'per_token', 'per_page', 'published', got 'fast'"),
+        (
+            "gather",
+            "fast",
+            "gather: expected one of 'per_token', 'per_page', 'published', got 'fast'",
+        ),
         ("gather", None, "gather: expected one of 'per_token', 'per_page', 'published', got None"),
         ("total_tokens", -1, "total_tokens: expected an int from 0 to 2147483647, got -1"),
         ("num_splits", 0, "num_splits: expected an int >= 1, got 0"),
+        ("attend", "fast", "attend: expected 'split', 'prefill' or None, got 'fast'"),
+        ("k_scale", 0.5, "k_scale: expected None with a float32 cache, got 0.5"),
         ("max_query_len", 2, r"query_start_loc: expected int32 \[B\+1=3\] with max_query_len > 1"),
     ],
 )

@@ -24,14 +24,17 @@ from dcp_lab.ops.checks import (
     check_tensor,
     dtype_name,
     fail,
-    unsupported,
 )
 from dcp_lab.ops.copies import cache_arguments, choose_copy_config
-from dcp_lab.ops.device import device_of, is_here
+from dcp_lab.ops.device import Device, device_of, is_here
+from dcp_lab.ops.launch import Launch
+from dcp_lab.ops.split_kv import plan_reduce, split_call
+from dcp_lab.ops.workspace import DecodeConfig
 from dcp_lab.sharding import Shard
 from dcp_lab.state import AttnState
 
 GATHERS = ("per_token", "per_page", "published")
+ATTENDS = ("split", "prefill")
 MAX_TOKENS = 2**31 - 1
 
 
@@ -62,6 +65,18 @@ def choose_varlen_config(head_dim: int, head_dim_v: int, itemsize: int) -> Varle
     # A power of two: where K and V differ in width the quotient is none.
     block_n = 1 << (keys.bit_length() - 1)
     return VarlenConfig(block_m=64, block_n=block_n, num_warps=4, num_stages=2)
+
+
+def choose_num_splits(a: DecodeArguments, device: Device) -> int:
+    """Return into how many pieces each request is cut when the caller does not say.
+
+    As many as give two programs a multiprocessor, which was best or within 2 % for reading pages
+    (dcp_lab/ops/workspace.py), but none shorter than 64 tokens. From sizes that the host knows, so
+    the same at every step; not swept for contiguous KV.
+    """
+    programs = a.num_requests * a.num_kv_heads
+    longest = triton.cdiv(a.max_pages * a.page_size, 64)
+    return max(1, min(2 * device.num_sms // programs, longest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,42 +405,61 @@ def gather_decode(
     lse: torch.Tensor | None = None,
     gather: str = "per_token",
     total_tokens: int | None = None,
+    attend: str | None = None,
 ) -> AttnState:
     """Do what paged_decode does by gathering the paged KV first: the path study 1 blames.
 
     out[t, h] = sum_s softmax_s(score[t, h, s]) v[s, h // G],  G = Hq // Hkv
     lse[t, h] = ln sum_s exp(score[t, h, s]),  score = softmax_scale q[t, h] . k[s, h // G]
 
-    A plan, a gather into contiguous K and V, and a varlen attention whose tiles are those of a
-    prefill kernel (one query head, 64 rows, no split), as the published path calls AITER's.
+    A plan, a gather into contiguous K and V, and an attention over those with cu_seqlens.
 
     Args:
         q: [T, Hq, D] fp32, fp16 or bf16, last dimension contiguous, any other strides.
-        k_cache, v_cache: Pages in q's dtype, [P, page, Hkv, D] (NHD) or [P, Hkv, page, D] (HND), V
-            with Dv in D's place; last dimension contiguous, any other strides.
+        k_cache, v_cache: Pages in q's dtype or fp8 (e4m3fn, e4m3fnuz), [P, page, Hkv, D] (NHD) or
+            [P, Hkv, page, D] (HND), V with Dv in D's place; or K [P, Hkv, D/x, page, x] and V
+            [P, Hkv, page/x, Dv, x] (SHUFFLE), x = 16 / itemsize. Last dimension contiguous, any
+            other strides.
         block_table: int32 [B, max_pages], physical page of each logical one. Entries past
             ceil(seq_lens / page) are never read.
         seq_lens: int32 [B], tokens in this cache (this rank's count under DCP), the tokens being
             decoded included: KV is written first.
         softmax_scale: Multiplies q . k. Default: D ** -0.5.
-        kv_layout: 'NHD' or 'HND'. Default: 'NHD'.
+        kv_layout: 'NHD', 'HND' or 'SHUFFLE'. Default: 'NHD'.
+        k_scale, v_scale: Of an fp8 cache, value = stored * scale: a float, or an fp32 tensor of
+            1 element or [Hkv], read on the device. Default: 1.
+        sliding_window: Only the last so many keys are seen, the query's own included; all are
+            gathered. Default: all.
+        softcap: Scores become softcap * tanh(score / softcap), before masking. Default: none.
+        sinks: fp32 [Hq], one more logit a head in the denominator; under a shard on rank 0 only. A
+            row with a sink and no key has out 0 and lse = sink. Default: none.
         query_start_loc: int32 [B + 1], request b owns rows [b] to [b + 1]; rows past the last
             entry are padding (out 0, lse -inf). Default: one token a request, T = B.
         max_query_len: Most query tokens of a request. Default: 1.
         shard: This rank's share of the tokens. Default: the cache holds whole requests.
         global_seq_lens: int32 [B], tokens of the whole request; needed with shard when
-            max_query_len > 1. Query j of n sees global positions <= global_seq_lens - n + j.
-        num_splits: 1, which is what it does. Default: 1.
-        workspace: A GatherWorkspace prepared with this step's seq_lens. Default: made and prepared
-            by the call (one launch more, and allocations).
+            max_query_len > 1 or with sliding_window. Query j of n sees global positions
+            <= global_seq_lens - n + j.
+        num_splits: Pieces each request is cut into by attend='split'. Default: as many as give two
+            programs a multiprocessor, from B, Hkv and the width of block_table.
+        workspace: A GatherWorkspace in q's dtype, prepared with this step's seq_lens. Default:
+            made and prepared by the call (one launch more, and allocations).
         out: [T, Hq, Dv] in q's dtype, written in place. Default: allocated.
         lse: [T, Hq] fp32, written in place. Default: allocated.
-        gather: 'per_token': one program copies one head of one token, as vLLM does on ROCm;
-            'per_page': one program copies a page, the best we know. Default: 'per_token'.
+        gather: How the pages are copied. Default: 'per_token'.
+            'per_token': one program copies one head of one token, as vLLM 0.33 does on ROCm.
+            'per_page': one program copies a page of all heads, the best we know.
+            'published': study 1's own. The host waits for the device to learn how many tokens
+            there are (`cu_seqlens[-1].item()`, in every call, so in every layer), and
+            min(tokens, compute units) programs loop over them.
         total_tokens: Tokens of all requests together, if the host knows: sizes the gathered
             buffers and grid. Smaller than the true total it cuts the last tokens off. Default:
-            B * max_pages * page, which needs no sync. Not with workspace, which has its own size.
-        k_scale, v_scale, sliding_window, softcap, sinks: Not supported yet.
+            B * max_pages * page, which needs no sync. Not with workspace, which has its own size,
+            but for gather='published', which then need not wait for the device.
+        attend: What follows the gather. 'split': a decode kernel, the heads of a KV head in one
+            tile and each request in num_splits pieces. 'prefill': the tiles of a prefill kernel,
+            64 rows of one query head, no split, as the published path's varlen attention is made
+            for. Default: 'prefill' for gather='published', else 'split'.
 
     Returns:
         AttnState(out, lse). A row that sees no key (empty request, empty shard, padding) gives
@@ -433,30 +467,35 @@ def gather_decode(
 
     Raises:
         ValueError: An argument breaks the contract; the message says which, what was expected and
-            what was given. Raised before any launch and without a device sync.
-        NotImplementedError: gather='published', kv_layout='SHUFFLE', an fp8 cache, k_scale,
-            v_scale, sliding_window, softcap, sinks or num_splits > 1.
+            what was given. Raised before any launch and without a device sync. Also when
+            gather='published' would have to read the total inside a graph capture.
 
     Notes:
-        Launches: 2 with a prepared workspace (gather, attention), else 3.
-        Graph capture: safe; without a workspace the buffers come from the graph's pool. seq_lens,
-            block_table and q are read on the device, so they may change in place between replays.
-            Accumulates in fp32. The same inputs give the same bits.
+        Launches with a prepared workspace: 2 (gather, attention), 3 with attend='split' and more
+            than one split (and merge); one more to plan without a workspace.
+        Scratch of attend='split': B * num_splits * max_query_len * Hq * (Dv + 1) fp32.
+        Host syncs: none; gather='published' without total_tokens: 1.
+        Graph capture: safe (gather='published': with total_tokens); what is not given comes from
+            the graph's pool. seq_lens, block_table, q and scale tensors are read on the device, so
+            they may change in place between replays. Accumulates in fp32. The same inputs give
+            the same bits; another num_splits does not.
+        An fp8 cache is gathered as stored * scale in q's dtype, rounded once.
+        Not here, since it is the layer around it and not the gather: what study 1's path does
+            with it under DCP. It attends the cached tokens without the new one, all-gathers q
+            before, reduces by ag_rs after, attends the new token in a second call and merges the
+            two. And once a step its metadata builder syncs twice more, for the same total and for
+            the rows' requests (torch.where over tokens x requests), where this plan is one launch.
         CPU: runs through Triton's interpreter; bf16 is computed in fp32 and rounded once.
 
     Source:
-        Written here after the decode path of vLLM's ROCM_AITER_FA backend (Apache-2.0).
+        Written here after the decode path of vLLM's ROCM_AITER_FA backend (Apache-2.0);
+        'published' after its version with class AiterFlashAttentionDcpMetadata (vLLM PR 29502).
     """
-    for name, value in (
-        ("sliding_window", sliding_window),
-        ("softcap", softcap),
-        ("sinks", sinks),
-    ):
-        if value is not None:
-            unsupported(name, value, "leave it None, or use paged_decode")
-    if gather == "published":
-        unsupported("gather", gather, "use 'per_token' or 'per_page'")
     _check_gather(gather)
+    if attend is None:
+        attend = "prefill" if gather == "published" else "split"
+    if attend not in ATTENDS:
+        fail("attend", "'split', 'prefill' or None", attend)
     a = check_decode_arguments(
         q=q,
         k_cache=k_cache,
@@ -467,6 +506,9 @@ def gather_decode(
         kv_layout=kv_layout,
         k_scale=k_scale,
         v_scale=v_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
         shard=shard,
@@ -475,8 +517,8 @@ def gather_decode(
         out=out,
         lse=lse,
     )
-    if num_splits is not None and num_splits > 1:
-        unsupported("num_splits", num_splits, "leave it None or 1, or use paged_decode")
+    if attend == "prefill" and num_splits not in (None, 1):
+        fail("num_splits", "None or 1 with attend='prefill', which splits nothing", num_splits)
     if workspace is not None:
         _check_workspace(workspace, a, gather=gather, total_tokens=total_tokens)
     else:
@@ -485,7 +527,7 @@ def gather_decode(
             num_requests=a.num_requests,
             max_pages=a.max_pages,
             total_tokens=total_tokens,
-            dtype=k_cache.dtype,
+            dtype=q.dtype,
             gather=gather,
         )
         workspace.prepare(seq_lens, max_pages=a.max_pages)
@@ -497,9 +539,14 @@ def gather_decode(
         lse = torch.empty(a.num_tokens, a.num_q_heads, dtype=torch.float32, device=q.device)
     if a.num_tokens == 0:
         return AttnState(out, lse)
-    workspace.copy(a, block_table)
+    if a.num_requests == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return AttnState(out, lse)
+    workspace.copy(a, block_table, total_tokens=total_tokens)
     rounded = interpreter_safe(out)
-    _launch_varlen(a, workspace=workspace, out=rounded, lse=lse)
+    for launch in _plan_attention(a, workspace=workspace, attend=attend, out=rounded, lse=lse):
+        launch.run()
     if rounded is not out:
         out.copy_(rounded)
     return AttnState(out, lse)
@@ -551,7 +598,10 @@ def _check_workspace(
     if not isinstance(workspace, GatherWorkspace):
         fail("workspace", "a GatherWorkspace or None", workspace)
     if total_tokens is not None:
-        fail("total_tokens", "None with workspace, which has its own max_tokens", total_tokens)
+        if gather != "published":
+            fail("total_tokens", "None with workspace, which has its own max_tokens", total_tokens)
+        if _check_tokens("total_tokens", total_tokens) > workspace.max_tokens:
+            fail("total_tokens", f"at most the workspace's {workspace.max_tokens}", total_tokens)
     wanted = {
         "gather": gather,
         "num_kv_heads": a.num_kv_heads,
@@ -563,8 +613,8 @@ def _check_workspace(
     for name, value in wanted.items():
         if getattr(workspace, name) != value:
             fail("workspace", f"one made for {name}={value}", f"{name}={getattr(workspace, name)}")
-    if workspace.k.dtype != a.k_cache.dtype:
-        fail("workspace", f"one made for dtype {dtype_name(a.k_cache.dtype)}", workspace.k)
+    if workspace.k.dtype != a.q.dtype:
+        fail("workspace", f"one made for dtype {dtype_name(a.q.dtype)}", workspace.k)
     if workspace.prepared is None:
         fail("workspace", "a prepared one: call workspace.prepare once a step", "unprepared")
     step = PreparedGather(a.num_requests, a.max_pages)
@@ -572,31 +622,58 @@ def _check_workspace(
         fail("workspace", f"one prepared for this call: {step}", str(workspace.prepared))
 
 
-def _launch_varlen(
-    a: DecodeArguments, *, workspace: GatherWorkspace, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Launch the attention over the gathered K and V."""
+def _plan_attention(
+    a: DecodeArguments,
+    *,
+    workspace: GatherWorkspace,
+    attend: str,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[Launch]:
+    """Return the launch of the attention over the gathered K and V and, if split, of the merge."""
     q, k, v = map(interpreter_safe, (a.q, workspace.k, workspace.v))
-    shard = a.shard if a.shard is not None else Shard(0, 1)
-    ragged = a.query_start_loc is not None
-    config = choose_varlen_config(a.head_dim, a.head_dim_v, k.element_size())
-    grid = (
-        a.num_q_heads,
-        triton.cdiv(a.max_query_len, config.block_m),
-        a.num_requests + ragged,
+    group = a.num_q_heads // a.num_kv_heads
+    num_splits = a.num_splits or 1
+    if attend == "split" and a.num_splits is None:
+        num_splits = choose_num_splits(a, device_of(a.q.device))
+    # The same call over one page that holds all requests, so that the split scheme is decode's.
+    whole = dataclasses.replace(
+        a,
+        k_cache=workspace.k[None],
+        v_cache=workspace.v[None],
+        seq_lens=workspace.counts[: a.num_requests],
+        sinks=a.sinks if a.shard is None or a.shard.rank == 0 else None,
+        num_splits=num_splits,
     )
-    _varlen_kernel[grid](
+    split = split_call(whole, workspace=None, out=out, lse=lse)
+    config: DecodeConfig | VarlenConfig = split.config
+    pack, block_m, row_blocks = group, split.block_m, split.row_blocks
+    if attend == "prefill":
+        config = choose_varlen_config(a.head_dim, a.head_dim_v, k.element_size())
+        pack, block_m = 1, config.block_m
+        row_blocks = triton.cdiv(a.max_query_len, block_m)
+    ragged = a.query_start_loc is not None
+    grid = (a.num_q_heads // pack, row_blocks * num_splits, a.num_requests + ragged)
+    shared = split.arguments
+    attention = dict(  # noqa: C408 - read beside the kernel's keyword arguments
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
         cu_seqlens_ptr=workspace.cu_seqlens,
+        counts_ptr=workspace.counts,
         total_lens_ptr=a.total_lens,
         query_start_loc_ptr=a.query_start_loc if ragged else a.seq_lens,
+        sinks_ptr=a.seq_lens if whole.sinks is None else whole.sinks,
         out_ptr=out,
         lse_ptr=lse,
+        partial_out_ptr=shared["partial_out_ptr"],
+        partial_lse_ptr=shared["partial_lse_ptr"],
         softmax_scale=a.softmax_scale,
+        softcap=a.softcap or 0.0,
         num_requests=a.num_requests,
         num_tokens=a.num_tokens,
+        num_splits=num_splits,
+        partial_query_len=shared["partial_query_len"],
         stride_q_t=q.stride(0),
         stride_q_h=q.stride(1),
         stride_k_n=k.stride(0),
@@ -607,18 +684,28 @@ def _launch_varlen(
         stride_out_h=out.stride(1),
         stride_lse_t=lse.stride(0),
         stride_lse_h=lse.stride(1),
-        GROUP=a.num_q_heads // a.num_kv_heads,
+        NUM_Q_HEADS=a.num_q_heads,
+        GROUP=group,
+        PACK=pack,
         HEAD_DIM=a.head_dim,
         HEAD_DIM_V=a.head_dim_v,
         HAS_QUERY_START_LOC=ragged,
+        HAS_PARTIALS=num_splits > 1,
+        HAS_SOFTCAP=a.softcap is not None,
+        HAS_SINKS=whole.sinks is not None,
         CAUSAL=a.max_query_len > 1,
-        SHARD_RANK=shard.rank,
-        SHARD_SIZE=shard.size,
-        INTERLEAVE=shard.interleave_size,
-        BLOCK_M=config.block_m,
+        WINDOW=a.sliding_window or 0,
+        SHARD_RANK=shared["SHARD_RANK"],
+        SHARD_SIZE=shared["SHARD_SIZE"],
+        INTERLEAVE=shared["INTERLEAVE"],
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(a.head_dim),
         BLOCK_DV=triton.next_power_of_2(a.head_dim_v),
         STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        EARLY_LAUNCH=split.overlap_reduce,
     )
+    options = {"num_warps": config.num_warps}
+    # The reduce comes straight after: it must not overlap anything else.
+    merge = plan_reduce(whole, dataclasses.replace(split, overlap_entry=False))
+    return [Launch(_varlen_kernel, grid, attention, options), *merge]
