@@ -271,6 +271,7 @@ MEASURED = {
     "peers": PEERS,
     "probe": PROBE,
     "reduce": record.REDUCE,
+    "stack": record.STACK,
     "vllm": VLLM,
 }
 

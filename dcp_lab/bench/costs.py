@@ -1,7 +1,13 @@
-"""Bytes that a decode step moves and the least time they take. Every formula lives here, once.
+"""Bytes that a decode step moves, the least time they take, and a step as a timeline.
+
+Every formula lives here, once.
 
 A floor is bytes / bandwidth: no launch, no latency, nothing but the traffic. It answers "can this
 traffic be the reason?", never "how long will it take?".
+
+The timeline (second part) answers how long: a host queue that launches, a GPU queue that runs what
+was launched, points where the host waits for the GPU, and exchanges that start when all ranks have
+come. A step takes the longer of the two queues: launches that hide behind GPU work cost nothing.
 
 GB = 1e9 bytes. Times are in us for one layer and in ms for one step (one token for every request
 through all layers).
@@ -9,7 +15,12 @@ through all layers).
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import numbers
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 LSE_BYTES = 4
 
@@ -250,3 +261,358 @@ def gbps_needed(moved_bytes: float, ms: float) -> float:
         ValueError: moved_bytes is negative or ms is not positive.
     """
     return _count("moved_bytes", moved_bytes) / _positive("ms", ms) / 1e6
+
+
+# ---- a step as a timeline ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One call of the host and what it puts into the GPU's queue.
+
+    Attributes:
+        host_us: Host time until the call returns, waiting not counted.
+        gpu_us: GPU time of what it queues; 0 queues nothing.
+        sync: Whether the host then waits until the GPU's queue is empty.
+        barrier: Whether the GPU work starts only when all ranks have reached theirs.
+    """
+
+    host_us: float
+    gpu_us: float = 0.0
+    sync: bool = False
+    barrier: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """How a step went.
+
+    Attributes:
+        step_us: Until both queues of every rank are done.
+        host_us: Host time of the slowest rank's calls, waiting not counted.
+        gpu_us: GPU time of one rank's work, waiting not counted.
+    """
+
+    step_us: float
+    host_us: float
+    gpu_us: float
+
+    @property
+    def idle_us(self) -> float:
+        """GPU time without work: for launches, the host, or a peer."""
+        return self.step_us - self.gpu_us
+
+
+# A step's layers are alike: after this many its pace has settled.
+SETTLED_LAYERS = 8
+
+
+def timeline(
+    layer: Sequence[Work],
+    layers: int,
+    *,
+    before: Sequence[Work] = (),
+    host_scales: Sequence[float] = (1.0,),
+) -> Timeline:
+    """Return how a step of so many equal layers goes on each rank's host and GPU queue.
+
+    A call takes the host host_us; its GPU work starts when the call has returned, the work before
+    it is done and, at a barrier, all ranks have come that far. Nothing else is waited for, so a
+    host that is ahead costs nothing, and neither does a GPU that waits for nobody.
+
+    Args:
+        layer: One layer's calls, the same on all ranks.
+        layers: Layers of the step. All are played up to SETTLED_LAYERS, then the pace is kept.
+        before: Calls before the first layer.
+        host_scales: One rank each: how much longer its host takes for every call. Default: one.
+
+    Raises:
+        ValueError: layers or a host scale is not positive.
+    """
+    _positive("layers", layers)
+    for scale in host_scales:
+        _positive("host_scales", scale)
+    hosts, gpus = [0.0] * len(host_scales), [0.0] * len(host_scales)
+
+    def play(calls: Sequence[Work]) -> float:
+        for call in calls:
+            for rank, scale in enumerate(host_scales):
+                hosts[rank] += call.host_us * scale
+            if call.gpu_us:
+                starts = [max(pair) for pair in zip(hosts, gpus, strict=True)]
+                if call.barrier:
+                    starts = [max(starts)] * len(starts)
+                gpus[:] = [start + call.gpu_us for start in starts]
+            if call.sync:
+                hosts[:] = [max(pair) for pair in zip(hosts, gpus, strict=True)]
+        return max(*hosts, *gpus)
+
+    ends = [play(before)]
+    played = min(layers, SETTLED_LAYERS)
+    ends += [play(layer) for _ in range(played)]
+    step_us = ends[-1] + (layers - played) * (ends[-1] - ends[-2])
+    host = sum(w.host_us for w in before) + layers * sum(w.host_us for w in layer)
+    gpu = sum(w.gpu_us for w in before) + layers * sum(w.gpu_us for w in layer)
+    return Timeline(step_us=step_us, host_us=host * max(host_scales), gpu_us=gpu)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConstants:
+    """What a machine's launches, kernels and exchanges cost; all but the bandwidths in us.
+
+    Attributes:
+        launch_us: Host time of a kernel launched from Python, its checks included.
+        collective_launch_us: The same of a collective.
+        graph_launch_us: Host time of launching one graph.
+        sync_us: Host time of a wait for the device, the wait itself not counted.
+        kernel_us: GPU time of a small kernel, and of a large one besides its bytes.
+        collective_us: GPU time of a collective of decode size, all ranks there.
+        direct_us: The same of an exchange through peer memory.
+        memory_gbps: GB/s at which weights and pages are read.
+        published_gbps: GB/s of the published gather and the prefill attention behind it: read and
+            write of the copy and the attention's read. (They never come apart, so steps cannot
+            tell the rates of the two kernels.)
+        gather_gbps: The same of the other gathers, with a split attention.
+    """
+
+    launch_us: float
+    collective_launch_us: float
+    graph_launch_us: float
+    sync_us: float
+    kernel_us: float
+    collective_us: float
+    direct_us: float
+    memory_gbps: float
+    published_gbps: float
+    gather_gbps: float
+
+
+# Where a fit starts: orders of magnitude, not results.
+START = StepConstants(
+    launch_us=20.0,
+    collective_launch_us=30.0,
+    graph_launch_us=15.0,
+    sync_us=10.0,
+    kernel_us=3.0,
+    collective_us=11.0,
+    direct_us=4.0,
+    memory_gbps=4000.0,
+    published_gbps=1000.0,
+    gather_gbps=1500.0,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """One corner, as the timeline sees it.
+
+    Attributes:
+        mode: "eager", "piecewise" or "full".
+        attention: "paged", "published", "published_no_sync", "per_token" or "per_page".
+        reducer: "ag_rs", "a2a", "direct", or None without DCP.
+        layers: Layers of the step.
+        kv_bytes: Keys and values that one rank's attention reads in a layer.
+        dense_bytes: Weights that one rank reads in a layer.
+        dense_kernels: Kernels of a layer's dense piece, its collectives not counted.
+        all_reduces: Collectives of a layer's dense piece.
+        query_gather: "nccl" or "direct". Default: "direct" with the direct reducer, else "nccl".
+        launch_delay_us: Host time added to every launch.
+    """
+
+    mode: str
+    attention: str
+    reducer: str | None
+    layers: int
+    kv_bytes: float
+    dense_bytes: float
+    dense_kernels: int = 11
+    all_reduces: int = 2
+    query_gather: str | None = None
+    launch_delay_us: float = 0.0
+
+
+def layer_calls(case: StepCase) -> list[tuple[str, float]]:
+    """Return what lies between two dense pieces, in order: (kind, bytes).
+
+    Kinds: "kernel", "published" and "gather" (a gather and the attention over what it gathered),
+    "collective", "direct", "sync". The calls are those of dcp_lab.stack.
+    """
+    kv = case.kv_bytes
+    calls = [("kernel", 0.0)]  # write_kv
+    if case.reducer is not None:
+        gather = case.query_gather or ("direct" if case.reducer == "direct" else "nccl")
+        calls += (
+            [("direct", 0.0)] if gather == "direct" else [("collective", 0.0), ("kernel", 0.0)]
+        )
+    if case.attention == "paged":
+        # The attention, and the merge of its splits.
+        calls += [("kernel", kv), ("kernel", 0.0)]
+    else:
+        published = case.attention.startswith("published")
+        if case.attention == "published":
+            calls.append(("sync", 0.0))
+        kind = "published" if published else "gather"
+        calls += [(kind, 2 * kv), (kind, kv)]
+        if not published:
+            # The merge of its splits.
+            calls.append(("kernel", 0.0))
+    calls += {
+        None: [],
+        "ag_rs": [("collective", 0.0), ("kernel", 0.0), ("collective", 0.0)],
+        "a2a": [("kernel", 0.0), ("collective", 0.0), ("kernel", 0.0)],
+        "direct": [("direct", 0.0)],
+    }[case.reducer]
+    if case.attention.startswith("published"):
+        # The new token's attention and the merge with it.
+        calls += [("kernel", 0.0), ("kernel", 0.0)]
+    return calls
+
+
+def step_work(case: StepCase, constants: StepConstants) -> list[Work]:
+    """Return one layer's calls on a machine with these constants.
+
+    In a full graph nothing is launched in a layer. Piecewise, a dense piece is one graph launch.
+    """
+    c = constants
+
+    def gpu_us(kind: str, moved: float) -> float:
+        if kind == "collective":
+            return c.collective_us
+        if kind == "direct":
+            return c.direct_us
+        if kind == "sync":
+            # A copy of four bytes.
+            return c.kernel_us
+        rate = {"gather": c.gather_gbps, "published": c.published_gbps}
+        return c.kernel_us + floor_us(moved, rate.get(kind, c.memory_gbps))
+
+    def host_us(kind: str) -> float:
+        if case.mode == "full":
+            return 0.0
+        own = {"collective": c.collective_launch_us, "sync": c.sync_us}
+        return own.get(kind, c.launch_us) + case.launch_delay_us
+
+    dense = [("collective", 0.0)] * case.all_reduces
+    dense += [("kernel", case.dense_bytes / case.dense_kernels)] * case.dense_kernels
+    if case.mode == "eager":
+        work = [_as_work(kind, host_us(kind), gpu_us(kind, moved)) for kind, moved in dense]
+    else:
+        launch = c.graph_launch_us + case.launch_delay_us if case.mode == "piecewise" else 0.0
+        total = sum(gpu_us(kind, moved) for kind, moved in dense)
+        work = [Work(launch, total, barrier=case.all_reduces > 0)]
+    for kind, moved in layer_calls(case):
+        work.append(_as_work(kind, host_us(kind), gpu_us(kind, moved)))
+    return work
+
+
+def _as_work(kind: str, host_us: float, gpu_us: float) -> Work:
+    return Work(host_us, gpu_us, sync=kind == "sync", barrier=kind in ("collective", "direct"))
+
+
+def predict_step(
+    case: StepCase, constants: StepConstants, *, host_scales: Sequence[float] = (1.0,)
+) -> Timeline:
+    """Return the timeline of one corner.
+
+    Args:
+        case: The corner.
+        constants: Of the machine.
+        host_scales: As of timeline.
+    """
+    # A full graph is launched once; the plan before the layers once a step in every mode.
+    once = constants.graph_launch_us if case.mode == "full" else constants.launch_us
+    return timeline(
+        step_work(case, constants),
+        case.layers,
+        before=[Work(once + case.launch_delay_us, constants.kernel_us)],
+        host_scales=host_scales,
+    )
+
+
+def predict_ms(case: StepCase, constants: StepConstants) -> float:
+    """Return the ms of a step."""
+    return predict_step(case, constants).step_us / 1e3
+
+
+def fit_constants(
+    cases: Sequence[StepCase],
+    measured_ms: Sequence[float],
+    *,
+    start: StepConstants = START,
+    fixed: Mapping[str, float] | None = None,
+    rounds: int = 60,
+    prior: float = 0.02,
+) -> StepConstants:
+    """Fit a machine's constants to measured steps, by least squares of the logarithms.
+
+    Minimises sum (ln predicted - ln measured)^2 + sum (prior ln(constant / start))^2 by
+    Levenberg-Marquardt, so every constant stays positive. What the cases say nothing about (a
+    launch that is hidden in all of them) stays at start: see which by fitting from another start.
+
+    Args:
+        cases: Corners.
+        measured_ms: Of each.
+        start: Where the fit begins. Default: START.
+        fixed: Constants that are known, by name; they are not fitted.
+        rounds: Most rounds.
+        prior: Weight of staying at start, small: it decides only what the cases leave open.
+
+    Raises:
+        ValueError: The lengths differ, no case is given, a time is not positive, or fixed names
+            no constant.
+    """
+    if len(cases) != len(measured_ms) or not cases:
+        raise ValueError(
+            f"measured_ms: expected one a case, at least one, got {len(measured_ms)} for "
+            f"{len(cases)} cases"
+        )
+    for ms in measured_ms:
+        _positive("measured_ms", ms)
+    fixed = dict(fixed or {})
+    names = [field.name for field in dataclasses.fields(StepConstants)]
+    for name in fixed:
+        if name not in names:
+            raise ValueError(f"fixed: expected names out of {', '.join(names)}, got {name!r}")
+    start = dataclasses.replace(start, **fixed)
+    free = [name for name in names if name not in fixed]
+    target = np.log(np.asarray(measured_ms, dtype=float))
+
+    def constants(x: np.ndarray) -> StepConstants:
+        scaled = {n: getattr(start, n) * math.exp(v) for n, v in zip(free, x, strict=True)}
+        return dataclasses.replace(start, **scaled)
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        found = constants(x)
+        predicted = np.log([predict_ms(case, found) for case in cases])
+        return np.concatenate([predicted - target, prior * x])
+
+    return constants(_least_squares(residuals, np.zeros(len(free)), rounds))
+
+
+def _least_squares(
+    residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int
+) -> np.ndarray:
+    """Return a minimum of the sum of squares near x, by Levenberg-Marquardt."""
+    damping, step = 1e-2, 1e-4
+    now = residuals(x)
+    for _ in range(rounds):
+        slopes = np.stack(
+            [(residuals(x + step * unit) - now) / step for unit in np.eye(len(x))], axis=1
+        )
+        normal = slopes.T @ slopes
+        improved = False
+        while damping < 1e6 and not improved:
+            move = np.linalg.solve(normal + damping * np.eye(len(x)), -slopes.T @ now)
+            # At most a factor e^0.5 at once: the slopes change where another queue takes over.
+            move *= min(1.0, 0.5 / max(1e-12, np.abs(move).max()))
+            then = residuals(x + move)
+            improved = then @ then < now @ now
+            damping = damping / 3 if improved else damping * 4
+        if not improved:
+            break
+        gained = now @ now - then @ then
+        x, now = x + move, then
+        damping = max(damping, 1e-6)
+        if gained < 1e-10 * (now @ now) + 1e-16:
+            break
+    return x

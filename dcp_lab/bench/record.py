@@ -318,6 +318,77 @@ REDUCE = table(
 )
 
 
+# As dcp_lab.stack has them, which needs triton; a test compares.
+STACK_MODELS = ("qwen3_235b_tp8", "kimi_k3_like_tp8")
+STACK_ATTENTIONS = ("paged", "published", "published_no_sync", "per_token", "per_page")
+
+
+def _step_percentiles_in_order(frame: pd.DataFrame) -> pd.Series:
+    return (frame.p10_ms <= frame.median_ms) & (frame.median_ms <= frame.p90_ms)
+
+
+STACK = table(
+    "stack",
+    {
+        **provenance_columns(),
+        "block": text(),
+        "model": text(one_of(*STACK_MODELS)),
+        "num_layers": whole(at_least(1)),
+        "kv_layers": whole(at_least(1)),
+        "dense": text(one_of("light", "heavy")),
+        "requests": whole(at_least(1)),
+        "context_tokens": whole(at_least(1)),
+        "page_size": whole(at_least(1)),
+        "num_q_heads": whole(at_least(1)),
+        "num_kv_heads": whole(at_least(1)),
+        "head_dim": whole(at_least(1)),
+        "dtype": text(one_of(*DTYPES)),
+        "ranks": whole(at_least(1)),
+        "dcp_size": whole(at_least(1)),
+        "mode": text(one_of("eager", "piecewise", "full")),
+        "attention": text(one_of(*STACK_ATTENTIONS)),
+        "reducer": text(one_of("ag_rs", "a2a", "direct"), nullable=True),
+        "query_gather": text(one_of("nccl", "direct"), nullable=True),
+        "bound": pa.Column(bool),
+        "launch_delay_us": real(at_least(0)),
+        "delayed_launches": real(at_least(0)),
+        "steps": whole(at_least(1)),
+        "samples": whole(at_least(1)),
+        "median_ms": real(above(0)),
+        "p10_ms": real(above(0)),
+        "p90_ms": real(above(0)),
+        "host_ms": real(above(0)),
+        "kernel_launches": whole(at_least(0), nullable=True),
+        "graph_launches": whole(at_least(0), nullable=True),
+        "copies": whole(at_least(0), nullable=True),
+        "host_syncs": whole(at_least(0), nullable=True),
+        "device_kernels": whole(at_least(0), nullable=True),
+        "gpu_busy_ms": real(above(0), nullable=True),
+        "comm_ms": real(at_least(0), nullable=True),
+        "comm_least_ms": real(at_least(0), nullable=True),
+        "weight_bytes": whole(at_least(0)),
+        "kv_bytes": whole(at_least(0)),
+        "out_error": real(at_least(0)),
+        "error_budget": real(above(0)),
+        "lse_error": real(at_least(0)),
+        "lse_error_budget": real(above(0)),
+        "hidden_error": real(at_least(0)),
+        "hidden_error_budget": real(above(0)),
+        "method": text(),
+    },
+    rules=[
+        rule(_step_percentiles_in_order, "p10_ms <= median_ms <= p90_ms"),
+        rule(lambda f: f.out_error <= f.error_budget, "out_error <= error_budget"),
+        rule(lambda f: f.lse_error <= f.lse_error_budget, "lse_error <= lse_error_budget"),
+        rule(
+            lambda f: f.hidden_error <= f.hidden_error_budget,
+            "hidden_error <= hidden_error_budget",
+        ),
+        rule(lambda f: (f.dcp_size > 1) == f.reducer.notna(), "a reducer where dcp_size > 1"),
+    ],
+)
+
+
 def validate(frame: pd.DataFrame, schema: pa.DataFrameSchema, where: str) -> pd.DataFrame:
     """Return the table in the schema's types if it keeps the schema.
 

@@ -40,17 +40,14 @@ import torch.distributed as dist
 
 from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
-from dcp_lab.bench.record import above, at_least, one_of, real, rule, table, text, whole
 from dcp_lab.bench.reduce import on_all_ranks
 from dcp_lab.graphs import launches_in_trace
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.reducers.local_group import RankError, run_ranks
 from dcp_lab.stack import (
     ATTENTIONS,
-    DENSE,
     KIMI_K3_LIKE,
     MODELS,
-    MODES,
     QWEN3_235B,
     REDUCERS,
     Corner,
@@ -178,72 +175,6 @@ def blocks() -> tuple[Block, ...]:
         *(Block("batch", decisive, requests=requests) for requests in (1, 64)),
         *(Block("cross3000", crossed[i : i + 6], context=3000) for i in range(0, len(crossed), 6)),
     )
-
-
-def _in_order(frame: Any) -> Any:
-    return (frame.p10_ms <= frame.median_ms) & (frame.median_ms <= frame.p90_ms)
-
-
-STACK = table(
-    "stack",
-    {
-        **record.provenance_columns(),
-        "block": text(),
-        "model": text(one_of(*MODELS)),
-        "num_layers": whole(at_least(1)),
-        "kv_layers": whole(at_least(1)),
-        "dense": text(one_of(*DENSE)),
-        "requests": whole(at_least(1)),
-        "context_tokens": whole(at_least(1)),
-        "page_size": whole(at_least(1)),
-        "num_q_heads": whole(at_least(1)),
-        "num_kv_heads": whole(at_least(1)),
-        "head_dim": whole(at_least(1)),
-        "dtype": text(one_of(*record.DTYPES)),
-        "ranks": whole(at_least(1)),
-        "dcp_size": whole(at_least(1)),
-        "mode": text(one_of(*MODES)),
-        "attention": text(one_of(*ATTENTIONS)),
-        "reducer": text(one_of(*REDUCERS), nullable=True),
-        "query_gather": text(one_of("nccl", "direct"), nullable=True),
-        "bound": record.pa.Column(bool),
-        "launch_delay_us": real(at_least(0)),
-        "delayed_launches": real(at_least(0)),
-        "steps": whole(at_least(1)),
-        "samples": whole(at_least(1)),
-        "median_ms": real(above(0)),
-        "p10_ms": real(above(0)),
-        "p90_ms": real(above(0)),
-        "host_ms": real(above(0)),
-        "kernel_launches": whole(at_least(0), nullable=True),
-        "graph_launches": whole(at_least(0), nullable=True),
-        "copies": whole(at_least(0), nullable=True),
-        "host_syncs": whole(at_least(0), nullable=True),
-        "device_kernels": whole(at_least(0), nullable=True),
-        "gpu_busy_ms": real(above(0), nullable=True),
-        "comm_ms": real(at_least(0), nullable=True),
-        "comm_least_ms": real(at_least(0), nullable=True),
-        "weight_bytes": whole(at_least(0)),
-        "kv_bytes": whole(at_least(0)),
-        "out_error": real(at_least(0)),
-        "error_budget": real(above(0)),
-        "lse_error": real(at_least(0)),
-        "lse_error_budget": real(above(0)),
-        "hidden_error": real(at_least(0)),
-        "hidden_error_budget": real(above(0)),
-        "method": text(),
-    },
-    rules=[
-        rule(_in_order, "p10_ms <= median_ms <= p90_ms"),
-        rule(lambda f: f.out_error <= f.error_budget, "out_error <= error_budget"),
-        rule(lambda f: f.lse_error <= f.lse_error_budget, "lse_error <= lse_error_budget"),
-        rule(
-            lambda f: f.hidden_error <= f.hidden_error_budget,
-            "hidden_error <= hidden_error_budget",
-        ),
-        rule(lambda f: (f.dcp_size > 1) == f.reducer.notna(), "a reducer where dcp_size > 1"),
-    ],
-)
 
 
 # ---- one corner ----------------------------------------------------------------------------
@@ -632,7 +563,7 @@ class Run:
             )
         self.rows += len(rows)
         if rows and stack.rank == 0:
-            record.write_rows(self.out, [{**self.source, **row} for row in rows], STACK)
+            record.write_rows(self.out, [{**self.source, **row} for row in rows], record.STACK)
         for row in rows:
             busy = row.get("gpu_busy_ms")
             self.say(

@@ -1,0 +1,142 @@
+"""The measurement of whole steps: what it refuses, reads out of a trace, and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from stack_ranks import TINY, tiny
+
+from dcp_lab.bench import record
+from dcp_lab.bench import stack as bench
+from dcp_lab.reducers.local_group import run_ranks
+from dcp_lab.stack import ATTENTIONS, MODELS, Corner
+
+
+def test_names_are_those_of_the_stack() -> None:
+    """The schema, which does without triton, knows every model and attention path."""
+    assert tuple(MODELS) == record.STACK_MODELS
+    assert record.STACK_ATTENTIONS == ATTENTIONS
+
+
+def test_the_factorial_is_complete() -> None:
+    """Every attention path x reducer x mode that can be is measured at 2,500 tokens, once."""
+    at_2500 = [
+        corner
+        for block in bench.blocks()
+        if (block.stack, block.context) == (("qwen3_235b_tp8", "light", 16), 2500)
+        and block.name in ("base", "eager", "cross")
+        for corner in block.corners
+    ]
+    assert len(at_2500) == len(set(at_2500)) == 3 + 5 * 3 * 3 - 3
+    assert bench.blocks()[0].corners[0] == Corner.no_dcp("full")
+
+
+def event(name: str, cat: str, ts: float, dur: float, correlation: int = 0) -> dict[str, Any]:
+    args = {"correlation": correlation}
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args} | {
+        "pid": 0,
+        "tid": 0,
+    }
+
+
+STEP = [
+    event(bench._WINDOW, "user_annotation", 0, 100),
+    event("cudaLaunchKernel", "cuda_runtime", 1, 2, 1),
+    event("cudaGraphLaunch", "cuda_runtime", 5, 2, 2),
+    event("cudaStreamSynchronize", "cuda_runtime", 9, 40),
+    event("cudaDeviceSynchronize", "cuda_runtime", 120, 9),
+    event("_write_kv_kernel", "kernel", 10, 5, 1),
+    event("gemm", "kernel", 20, 10, 2),
+    event("ncclDevKernel_AllReduce", "kernel", 25, 15, 2),
+    event("_direct_reduce_kernel", "kernel", 50, 4, 2),
+]
+
+
+def test_a_profile_is_read() -> None:
+    """Launches of the window, overlapping kernels counted once, exchanges apart."""
+    found = bench.read_profile(STEP)
+    assert (found["kernel_launches"], found["graph_launches"], found["host_syncs"]) == (1, 1, 1)
+    assert found["device_kernels"] == 4
+    assert found["gpu_busy_ms"] == pytest.approx((5 + 20 + 4) / 1e3)
+    assert found["comm_ms"] == pytest.approx(19 / 1e3)
+
+
+def test_a_trace_keeps_the_middle() -> None:
+    """A few layers' kernels and what launched them remain."""
+    events = [event(f"k{i}", "kernel", 10 * i, 5, i) for i in range(20)]
+    events += [event("cudaLaunchKernel", "cuda_runtime", 10 * i - 90, 2, i) for i in range(20)]
+    kept = bench.middle(events, layers=20)
+    kernels = [e for e in kept if e["cat"] == "kernel"]
+    assert [e["name"] for e in kernels] == ["k8", "k9", "k10"]
+    launched = {e["args"]["correlation"] for e in kept if e["cat"] == "cuda_runtime"}
+    assert {8, 9, 10} <= launched
+    assert bench.middle([], layers=20) == []
+
+
+@pytest.mark.parametrize("fault", ["attention", "hidden", None])
+def test_a_wrong_step_has_no_time(fault: str | None) -> None:
+    """A step whose attention or residual stream is off is refused, a right one has its errors."""
+    stack = tiny()
+    stack.step(Corner.no_dcp("eager"))()
+    hidden = (stack.reference()[0], stack.reference(stack.dtype)[0])
+    if fault == "attention":
+        stack.attn.lse.mul_(1.4427)
+    elif fault == "hidden":
+        stack.x[1] += 0.01
+    if fault is None:
+        found = bench.check(stack, "right", hidden)
+        assert 0 <= found["hidden_error"] <= found["hidden_error_budget"]
+        assert 0 <= found["out_error"] <= found["error_budget"]
+        return
+    with pytest.raises(RuntimeError, match="not timed, since its"):
+        bench.check(stack, "broken", hidden)
+
+
+def test_two_ranks_write_rows(tmp_path: Path) -> None:
+    """A block on two ranks over gloo leaves checked rows; what cannot be made is left out."""
+    corners = (Corner.no_dcp("eager"), Corner("eager", reducer="direct"), Corner("eager"))
+    plan = (bench.Block("base", corners, requests=2, context=5),)
+    out = tmp_path / "stack_none.csv"
+    source = record.provenance() | {"git_commit": "0" * 40}
+    settings = {
+        "deadline": time.time() + 500,
+        "layers": None,
+        "repeats": 5,
+        "out": out,
+        "source": source,
+        "models": {"qwen3_235b_tp8": TINY},
+        "options": {"dtype": torch.float32, "device": "cpu", "page_size": 4},
+    }
+    results = run_ranks(bench.measure_rank, 2, args=(plan, settings), timeout_s=150)
+    rows, problems, _ = results[0]
+    assert rows == 2 and len(problems) == 1 and "paged + direct" in problems[0]
+    table = record.read_table(out, record.STACK)
+    assert table.dcp_size.tolist() == [1, 2] and table.samples.tolist() == [5, 5]
+    assert table.kernel_launches.isna().all()
+    broken = table.assign(hidden_error=table.hidden_error_budget * 2)
+    with pytest.raises(ValueError, match="hidden_error <= hidden_error_budget"):
+        record.validate(pd.DataFrame(broken), record.STACK, "broken")
+
+
+def test_out_of_time_measures_nothing(tmp_path: Path) -> None:
+    """A run whose time is over starts no block and writes no row."""
+    run = bench.Run(time.time(), None, 5, tmp_path / "none.csv", {})
+    assert run.out_of_time()
+    assert not dataclasses.replace(run, deadline=time.time() + 60).out_of_time()
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The dry run lists the corners; without GPUs, or with odd numbers, it says why not."""
+    assert bench.main(["--dry-run", "--only", "base"]) == 0
+    assert "published + ag_rs, piecewise" in capsys.readouterr().out
+    assert bench.main(["--repeats", "2"]) == 2
+    assert "--repeats: expected at least 5, got 2" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert bench.main([]) == 2
+        assert "expected 2 GPUs" in capsys.readouterr().err
