@@ -40,6 +40,7 @@ def vllm_config(**changes: Any) -> types.SimpleNamespace:
         "cp_kv_cache_interleave_size": 1,
     }
     return space(
+        cache_config=space(num_gpu_blocks=PAGES, num_gpu_blocks_override=None, block_size=PAGE),
         scheduler_config=space(max_num_seqs=8, max_num_batched_tokens=64),
         compilation_config=space(
             cudagraph_capture_sizes=[1, 2, 4], static_forward_context={}, cudagraph_mode=None
@@ -130,9 +131,6 @@ def check_rocm_refuses_with_a_way_out() -> None:
     assert "expected auto or ag_rs" in refused(
         vllm_config(additional_config={"dcp_lab": {"reducer": "nccl"}})
     )
-    assert "attention_path=gather knows no attention sinks" in refused(
-        vllm_config(additional_config={"dcp_lab": {"attention_path": "gather"}})
-    )
     assert "--prefill-context-parallel-size at 1" in refused(
         vllm_config(parallel={"prefill_context_parallel_size": 2})
     )
@@ -198,8 +196,10 @@ class OneRank:
         self.kept = state
 
 
-def run_rank(rank: int, size: int, interleave: int, window: int | None, inputs: Any) -> Any:
-    """Return one rank's state over all heads: cache written, planned and attended by the plugin."""
+def run_rank(
+    rank: int, size: int, interleave: int, window: int | None, gather: str | None, inputs: Any
+) -> Any:
+    """Return one rank's state over all heads, written, planned and attended by the plugin."""
     from dcp_lab.sharding import Shard
     from dcp_lab.vllm_plugin import versions
     from dcp_lab.vllm_plugin.backend import classes
@@ -211,7 +211,10 @@ def run_rank(rank: int, size: int, interleave: int, window: int | None, inputs: 
     order = torch.randperm(PAGES, generator=generator, dtype=torch.int32)
     table = order.view(len(SEQ_LENS), -1).contiguous()
     nothing = torch.full((PAGES, PAGE, KV_HEADS, HEAD_DIM), torch.nan)
-    config = vllm_config(parallel={"decode_context_parallel_size": size})
+    options = {"attention_path": "gather", "gather": gather} if gather else {}
+    config = vllm_config(
+        parallel={"decode_context_parallel_size": size}, additional_config={"dcp_lab": options}
+    )
     with mock.patch.object(versions, "current_config", lambda: config):
         impl = made.impl(HEADS // size, HEAD_DIM, 0.3, KV_HEADS, None, window, "auto", None)
         impl.shard = Shard(0, 1)
@@ -221,7 +224,8 @@ def run_rank(rank: int, size: int, interleave: int, window: int | None, inputs: 
     impl.exchange = exchange if size > 1 else None
     layer = types.SimpleNamespace(impl=impl)
     config.compilation_config.static_forward_context["layer"] = layer
-    builder = made.builder(None, ["layer"], config, torch.device("cpu"))
+    spec = types.SimpleNamespace(block_size=PAGE)
+    builder = made.builder(spec, ["layer"], config, torch.device("cpu"))
     cache = cache_of(made.backend, nothing, nothing)
     for request, length in enumerate(SEQ_LENS):
         position = torch.arange(length)
@@ -269,24 +273,34 @@ def check_a_mixed_batch_is_right() -> None:
     from dcp_lab.ops.merge import merge_states
 
     inputs = random_inputs()
-    for size, interleave, window in ((1, 1, None), (1, 1, 6), (2, 1, None), (2, 16, 6)):
-        states = [run_rank(rank, size, interleave, window, inputs) for rank in range(size)]
+    for size, interleave, window, gather in (
+        (1, 1, None, None),
+        (1, 1, 6, None),
+        (2, 1, None, None),
+        (2, 16, 6, None),
+        (2, 1, None, "published"),
+        (2, 16, None, "per_page"),
+    ):
+        ranks = range(size)
+        states = [run_rank(rank, size, interleave, window, gather, inputs) for rank in ranks]
         out = states[0]
         if size > 1:
             outs, lses = (torch.stack(parts) for parts in zip(*states, strict=True))
             out = merge_states(outs, lses).out
         error = (out.double() - expected(inputs, window)).abs().max().item()
-        assert error < 1e-5, (size, interleave, window, error)
+        assert error < 1e-5, (size, interleave, window, gather, error)
 
 
 def check_full_graphs_are_offered() -> None:
-    """The builder says that decodes of one length may be captured."""
+    """Decodes of one length may be captured, but for a gather that waits for the device."""
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from dcp_lab.vllm_plugin.backend import classes
 
-    support = classes().builder.get_cudagraph_support(vllm_config(), None)
-    assert support == AttentionCGSupport.UNIFORM_BATCH
+    builder = classes().builder
+    assert builder.get_cudagraph_support(vllm_config(), None) == AttentionCGSupport.UNIFORM_BATCH
+    waits = vllm_config(additional_config={"dcp_lab": {"attention_path": "gather"}})
+    assert builder.get_cudagraph_support(waits, None) == AttentionCGSupport.NEVER
 
 
 def mode_on_rocm(requested: str, gate: str, parallel: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcp_lab.ops.decode import paged_decode
-from dcp_lab.ops.gather import gather_decode
+from dcp_lab.ops.gather import GatherWorkspace, gather_decode
 from dcp_lab.ops.workspace import DecodeWorkspace
 from dcp_lab.reducers import make_query_gather, make_reducer
 from dcp_lab.sharding import Shard
@@ -19,6 +19,9 @@ from dcp_lab.state import AttnState
 # A prefill may bring many thousand tokens; they go through the reducer in pieces, so that its
 # buffers stay small. A decode step never has more.
 MAX_REDUCER_TOKENS = 2048
+
+# A workspace's tiles are chosen for the most requests it takes, so small steps have their own.
+WORKSPACE_REQUESTS = (16, 64, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +54,16 @@ class Limits:
         decode_query_len: Query tokens of a request that counts as a decode: 1, or 1 and the
             drafts of speculative decoding.
         max_seq_len: Tokens of a whole request.
+        max_cache_tokens: Tokens that this rank's cache holds, of all requests.
+        page_size: Of the cache, as the kernels see it.
     """
 
     max_requests: int
     max_tokens: int
     decode_query_len: int
     max_seq_len: int
+    max_cache_tokens: int
+    page_size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +77,8 @@ class Part:
         global_seq_lens: int32 [B], tokens of the whole requests.
         query_start_loc: int32 [B + 1] from 0, None for one token a request.
         max_query_len: Most query tokens of a request.
-        workspaces: LayerShape -> prepared workspace; None for prefills, which are not split.
+        workspaces: LayerShape -> prepared workspace, of the kind that the attention path takes;
+            None for prefills, whose rows are work enough.
     """
 
     tokens: slice
@@ -79,7 +87,7 @@ class Part:
     global_seq_lens: torch.Tensor
     query_start_loc: torch.Tensor | None
     max_query_len: int
-    workspaces: dict[LayerShape, DecodeWorkspace] | None
+    workspaces: dict[LayerShape, DecodeWorkspace | GatherWorkspace] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +96,10 @@ class Step:
 
     Attributes:
         num_actual_tokens: Query tokens; rows of q past them are padding.
-        max_seq_len: Bound on the tokens of a whole request, known to the host.
         parts: Decodes, prefills, or both.
     """
 
     num_actual_tokens: int
-    max_seq_len: int
     parts: tuple[Part, ...]
 
 
@@ -105,6 +111,7 @@ class Planner:
         limits: The largest step.
         shard: This rank's share of the tokens.
         device: Where the model runs.
+        gather: Decodes gather their pages in this form first. Default: they read them in place.
 
     Notes:
         What a captured graph reads keeps its address: the workspaces and seq_lens are made here,
@@ -112,23 +119,65 @@ class Planner:
     """
 
     def __init__(
-        self, shapes: Iterable[LayerShape], limits: Limits, shard: Shard, device: torch.device
+        self,
+        shapes: Iterable[LayerShape],
+        limits: Limits,
+        shard: Shard,
+        device: torch.device,
+        *,
+        gather: str | None = None,
     ) -> None:
-        self.limits, self.shard = limits, shard
-        self.workspaces = {
-            shape: DecodeWorkspace(
-                limits.max_requests,
-                shape.num_q_heads * shard.size,
-                shape.num_kv_heads,
-                shape.head_dim,
-                max_query_len=limits.decode_query_len,
-                kv_dtype=torch.float32 if shape.q_dtype == torch.float32 else shape.kv_dtype,
-                max_seq_len=-(-limits.max_seq_len // shard.size),
-                device=device,
-            )
-            for shape in set(shapes)
-        }
+        self.limits, self.shard, self.device = limits, shard, device
+        make = self._decode_workspace
+        if gather is not None:
+            make = functools.partial(self._gather_workspace, gather=gather)
+        most = limits.max_requests
+        # (Most requests, its workspaces), ascending: the first that is large enough is used, so
+        # that a step of so many requests has the same one in every graph and replay.
+        self._workspaces = [
+            (requests, {shape: make(shape, requests) for shape in set(shapes)})
+            for requests in (*(size for size in WORKSPACE_REQUESTS if size < most), most)
+        ]
         self._local = torch.zeros(limits.max_requests, dtype=torch.int32, device=device)
+
+    def _decode_workspace(self, shape: LayerShape, requests: int) -> DecodeWorkspace:
+        return DecodeWorkspace(
+            requests,
+            shape.num_q_heads * self.shard.size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            max_query_len=self.limits.decode_query_len,
+            kv_dtype=torch.float32 if shape.q_dtype == torch.float32 else shape.kv_dtype,
+            max_seq_len=-(-self.limits.max_seq_len // self.shard.size),
+            device=self.device,
+        )
+
+    def _gather_workspace(self, shape: LayerShape, requests: int, gather: str) -> GatherWorkspace:
+        # The ranks' shares differ by less than one turn of the dealing.
+        longest = self.limits.max_seq_len // self.shard.size + self.shard.interleave_size
+        return GatherWorkspace(
+            requests,
+            min(requests * longest, self.limits.max_cache_tokens),
+            shape.num_kv_heads,
+            shape.head_dim,
+            self.limits.page_size,
+            dtype=shape.q_dtype,
+            gather=gather,
+            device=self.device,
+        )
+
+    def _prepare(self, part: Part) -> None:
+        for shape, workspace in part.workspaces.items():
+            if isinstance(workspace, GatherWorkspace):
+                workspace.prepare(part.seq_lens, max_pages=part.block_table.shape[1])
+                continue
+            workspace.prepare(
+                part.seq_lens,
+                global_seq_lens=part.global_seq_lens,
+                query_start_loc=part.query_start_loc,
+                sliding_window=shape.sliding_window,
+                shard=self.shard,
+            )
 
     def plan(
         self,
@@ -137,7 +186,6 @@ class Planner:
         num_decodes: int,
         num_decode_tokens: int,
         max_query_len: int,
-        max_seq_len: int,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         local_seq_lens: torch.Tensor | None,
@@ -150,7 +198,6 @@ class Planner:
             num_decodes: Requests with at most decode_query_len query tokens, at the front.
             num_decode_tokens: Query tokens of those.
             max_query_len: Most query tokens of any request.
-            max_seq_len: Bound on the tokens of a request.
             query_start_loc: int32 [B + 1] on the device.
             seq_lens: int32 [B], tokens of the whole requests, this step's included.
             local_seq_lens: int32 [B], this rank's tokens. None: counted here, on the device.
@@ -177,16 +224,11 @@ class Planner:
                 global_seq_lens=seq_lens[:num_decodes],
                 query_start_loc=None if uniform else query_start_loc[: num_decodes + 1],
                 max_query_len=1 if uniform else min(max_query_len, self.limits.decode_query_len),
-                workspaces=self.workspaces,
+                workspaces=next(
+                    made for requests, made in self._workspaces if num_decodes <= requests
+                ),
             )
-            for shape, workspace in self.workspaces.items():
-                workspace.prepare(
-                    part.seq_lens,
-                    global_seq_lens=part.global_seq_lens,
-                    query_start_loc=part.query_start_loc,
-                    sliding_window=shape.sliding_window,
-                    shard=self.shard,
-                )
+            self._prepare(part)
             parts.append(part)
         if num_decodes < num_requests:
             starts = query_start_loc[num_decodes : num_requests + 1]
@@ -201,7 +243,7 @@ class Planner:
                     workspaces=None,
                 )
             )
-        return Step(num_tokens, max_seq_len, tuple(parts))
+        return Step(num_tokens, tuple(parts))
 
 
 class Exchange:
@@ -281,12 +323,12 @@ def attend(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    gather: str | None = None,
 ) -> None:
     """Attend a step's tokens to the cache, which holds them already, and write output.
 
     Under DCP: gather the queries of all ranks, attend this rank's tokens with all heads, reduce
-    once. Decodes are split over the device by the prepared workspace, prefills by their rows.
+    once. Decodes are split over the device by the prepared workspace, or gather their pages first
+    where it is one for that; prefills read the pages and are split by their rows.
 
     Args:
         q: [T, Hq, D], this rank's heads.
@@ -299,7 +341,6 @@ def attend(
         exchange: The group's, None where it has one rank.
         softmax_scale, softcap, k_scale, v_scale: As paged_decode.
         sinks: fp32, of the heads of all ranks.
-        gather: Use gather_decode in this form. Default: paged_decode.
     """
     num_tokens = step.num_actual_tokens
     q, output = q[:num_tokens], output[:num_tokens]
@@ -308,18 +349,14 @@ def attend(
     else:
         q, state = exchange.gather(q), exchange.state(num_tokens)
     for part in step.parts:
-        op = paged_decode
-        options: dict[str, Any] = {}
-        if gather is not None:
-            op = gather_decode
-            # What the host knows without a sync: no request is longer than max_seq_len.
-            cycle = shard.size * shard.interleave_size
-            longest = -(-step.max_seq_len // cycle) * shard.interleave_size
-            options = {"gather": gather, "total_tokens": len(part.seq_lens) * longest}
-        elif part.workspaces is None:
-            options = {"num_splits": 1}
+        op, options = paged_decode, {}
+        if part.workspaces is None:
+            options["num_splits"] = 1
         else:
-            options = {"workspace": part.workspaces[shape]}
+            options["workspace"] = workspace = part.workspaces[shape]
+            if isinstance(workspace, GatherWorkspace):
+                op = gather_decode
+                options["gather"] = workspace.gather
         op(
             q[part.tokens],
             k_cache,

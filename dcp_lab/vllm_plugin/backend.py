@@ -150,7 +150,7 @@ def classes() -> types.SimpleNamespace:
                 explain(reason, kwargs)
                 for reason in super().validate_configuration(*args, **kwargs)
             ]
-            return reasons + configuration_reasons(versions.current_config(), kwargs)
+            return reasons + configuration_reasons(versions.current_config())
 
     class DcpLabBuilder(AttentionMetadataBuilder):
         """Makes a step's plan, once for all layers of a KV cache group."""
@@ -182,10 +182,20 @@ def classes() -> types.SimpleNamespace:
                     max_tokens=max_step_tokens(vllm_config),
                     decode_query_len=self.reorder_batch_threshold,
                     max_seq_len=vllm_config.model_config.max_model_len,
+                    max_cache_tokens=versions.cache_tokens(vllm_config),
+                    page_size=kv_cache_spec.block_size,
                 ),
                 self._impls[0].shard,
                 device,
+                gather=options_of(vllm_config).gather_form,
             )
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+            """Return which steps may be captured: decodes, but for a gather that waits."""
+            if options_of(vllm_config).gather_form == "published":
+                return AttentionCGSupport.NEVER
+            return cls._cudagraph_support
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -195,9 +205,9 @@ def classes() -> types.SimpleNamespace:
                 raise NotImplementedError(
                     "causal: only causal attention is supported; use another --attention-backend"
                 )
-            for impl in self._impls[:1]:
-                if impl.exchange is not None:
-                    impl.exchange.check()
+            exchange = self._impls[0].exchange
+            if exchange is not None:
+                exchange.check()
             num_decodes, num_decode_tokens = versions.decode_split(
                 common, self.reorder_batch_threshold
             )
@@ -206,7 +216,6 @@ def classes() -> types.SimpleNamespace:
                 num_decodes=num_decodes,
                 num_decode_tokens=num_decode_tokens,
                 max_query_len=common.max_query_len,
-                max_seq_len=common.max_seq_len,
                 query_start_loc=common.query_start_loc,
                 seq_lens=common.seq_lens,
                 # With drafts vLLM's own count takes all of them for accepted.
@@ -255,7 +264,6 @@ def classes() -> types.SimpleNamespace:
             self.sinks = sinks
             config = versions.current_config()
             options = options_of(config)
-            self.gather = options.gather if options.attention_path == "gather" else None
             parallel = config.parallel_config
             self.reducer = options.reducer_name(parallel.dcp_comm_backend)
             self.shard = Shard(
@@ -352,7 +360,6 @@ def classes() -> types.SimpleNamespace:
                 sinks=self.all_sinks,
                 k_scale=k_scale,
                 v_scale=v_scale,
-                gather=self.gather,
             )
             return output
 

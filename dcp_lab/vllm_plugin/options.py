@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-# Option -> its values, the first being the default. README.md beside this file says what each does.
+# Option -> its values, the first being the default; README.md beside this file says more.
 VALUES = {
     "attention_path": ("paged", "gather"),
-    "gather": ("per_token", "per_page"),
+    "gather": ("published", "per_token", "per_page"),
     "reducer": ("auto", "ag_rs", "a2a", "direct"),
     "rocm_full_graph_gate": ("off", "a2a", "all"),
 }
@@ -25,7 +25,8 @@ class Options:
     Attributes:
         attention_path: 'paged' reads the pages in place, 'gather' copies them out first (the
             published path, to serve and measure the regression).
-        gather: How 'gather' copies: 'per_token' (one program a token and head) or 'per_page'.
+        gather: How 'gather' copies: 'published' (study 1's: the host waits for the device in every
+            layer), 'per_token' or 'per_page'.
         reducer: 'ag_rs', 'a2a' or 'direct'; 'auto' is what --dcp-comm-backend says.
         rocm_full_graph_gate: Where vLLM lowers full graphs to PIECEWISE because of DCP on ROCm:
             'off' leaves that, 'a2a' keeps full graphs for the a2a exchange, 'all' for every one
@@ -36,6 +37,11 @@ class Options:
     gather: str = VALUES["gather"][0]
     reducer: str = VALUES["reducer"][0]
     rocm_full_graph_gate: str = VALUES["rocm_full_graph_gate"][0]
+
+    @property
+    def gather_form(self) -> str | None:
+        """How decodes gather, None where they read the pages in place."""
+        return self.gather if self.attention_path == "gather" else None
 
     def reducer_name(self, dcp_comm_backend: str | None) -> str:
         """Return the reducer that runs.

@@ -41,34 +41,20 @@ def explain(reason: str, given: Mapping[str, Any]) -> str:
     return f"{reason}: {ANOTHER}"
 
 
-def configuration_reasons(config: Any, given: Mapping[str, Any]) -> list[str]:
+def configuration_reasons(config: Any) -> list[str]:
     """Return what vLLM's own check does not ask: options, and what they exclude.
 
     Args:
         config: The VllmConfig, None where there is none.
-        given: What validate_configuration was called with.
     """
     try:
         options = read_options(getattr(config, "additional_config", None))
     except ValueError as error:
         return [str(error)]
     reasons = []
-    if options.attention_path == "gather":
-        reasons += _gather_reasons(given)
     parallel = getattr(config, "parallel_config", None)
     if parallel is not None:
         reasons += _parallel_reasons(parallel, options)
-    return reasons
-
-
-def _gather_reasons(given: Mapping[str, Any]) -> list[str]:
-    use_paged = "use attention_path=paged"
-    reasons = []
-    for name, what in (("has_sink", "attention sinks"), ("has_sliding_window", "sliding windows")):
-        if given.get(name):
-            reasons.append(f"attention_path=gather knows no {what}: {use_paged}")
-    if str(given.get("kv_cache_dtype") or "auto").startswith("fp8"):
-        reasons.append(f"attention_path=gather knows no fp8 cache: {use_paged}")
     return reasons
 
 

@@ -72,6 +72,13 @@ def layers_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     return [context[name] for name in layer_names]
 
 
+def cache_tokens(vllm_config: Any) -> int:
+    """Return the tokens that a layer's cache on this rank holds, as far as vLLM knows by now."""
+    cache = vllm_config.cache_config
+    blocks = cache.num_gpu_blocks or cache.num_gpu_blocks_override
+    return blocks * cache.block_size if blocks else 1 << 62
+
+
 def decode_split(common: Any, decode_query_len: int) -> tuple[int, int]:
     """Return (decodes, their tokens) of a batch that vLLM has put decodes first in."""
     from vllm.v1.attention.backends.utils import split_decodes_and_prefills

@@ -1,0 +1,266 @@
+"""The vLLM backend's own parts, without vLLM: options, reasons, cache views, the gate, a step."""
+
+from __future__ import annotations
+
+import enum
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_lab import Shard
+from dcp_lab.reference import reference_decode, reference_merge
+from dcp_lab.testing import PagedCase
+from dcp_lab.vllm_plugin import gate
+from dcp_lab.vllm_plugin.attention import (
+    MAX_REDUCER_TOKENS,
+    LayerShape,
+    Limits,
+    Planner,
+    attend,
+)
+from dcp_lab.vllm_plugin.options import VALUES, Options, read_options
+from dcp_lab.vllm_plugin.reasons import configuration_reasons, explain
+from dcp_lab.vllm_plugin.versions import kv_cache_shape, split_kv_cache
+
+# ---- options --------------------------------------------------------------------------------
+
+
+def test_nothing_given_gives_the_documented_defaults():
+    """Without options the pages are read in place and vLLM's own choice of reducer holds."""
+    assert read_options(None, {}) == Options("paged", "published", "auto", "off")
+    assert [values[0] for values in VALUES.values()] == list(vars(Options()).values())
+
+
+def test_the_command_line_goes_before_the_environment():
+    """An option in --additional-config wins over the variable of the same name."""
+    environ = {"DCP_LAB_REDUCER": "a2a", "DCP_LAB_ATTENTION_PATH": "gather"}
+    options = read_options({"dcp_lab": {"reducer": "direct"}, "other": 1}, environ)
+    assert (options.reducer, options.attention_path) == ("direct", "gather")
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "message"),
+    [
+        ({"dcp_lab": {"reducer": "nccl"}}, {}, "dcp_lab.reducer: expected auto or ag_rs or"),
+        ({"dcp_lab": {"reduce": "a2a"}}, {}, "expected some of attention_path"),
+        ({"dcp_lab": "a2a"}, {}, "expected options by name, got 'a2a'"),
+        ({}, {"DCP_LAB_ROCM_FULL_GRAPH_GATE": "on"}, "GATE: expected off or a2a or all, got 'on'"),
+    ],
+)
+def test_a_wrong_option_is_named(config: Any, environ: dict[str, str], message: str):
+    """A typo is an error that says where it stands and what there is, never a default."""
+    with pytest.raises(ValueError, match=message):
+        read_options(config, environ)
+
+
+@pytest.mark.parametrize(
+    ("reducer", "comm", "expected"),
+    [("auto", "a2a", "a2a"), ("auto", None, "ag_rs"), ("direct", "ag_rs", "direct")],
+)
+def test_the_reducer_follows_vllm_unless_told_otherwise(reducer: str, comm: Any, expected: str):
+    """'auto' is --dcp-comm-backend; None there is vLLM's default."""
+    assert Options(reducer=reducer).reducer_name(comm) == expected
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+def test_a_refusal_says_the_value_and_the_way_out():
+    """vLLM's bare reason gets what was given and what to do."""
+    said = explain("head_size not supported", {"head_size": 72})
+    assert said == "head_size not supported (head_size=72): multiples of 16 up to 256 are"
+    assert "leave --attention-backend CUSTOM away" in explain("moons not supported", {})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "message"),
+    [
+        ({"prefill_context_parallel_size": 2}, {}, "--prefill-context-parallel-size at 1"),
+        ({"decode_context_parallel_size": 32}, {"reducer": "direct"}, "at most 16 ranks, not 32"),
+        ({"decode_context_parallel_size": 2, "enable_dbo": True}, {}, "--enable-dbo"),
+        ({"decode_context_parallel_size": 1, "enable_dbo": True}, {}, None),
+        ({"decode_context_parallel_size": 2}, {"reducer": "direct"}, None),
+    ],
+)
+def test_parallel_settings_that_cannot_be_are_refused(
+    parallel: dict[str, Any], options: dict[str, str], message: str | None
+):
+    """Before weights load, with the flag to change."""
+    config = types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(**parallel), additional_config={"dcp_lab": options}
+    )
+    reasons = configuration_reasons(config)
+    assert len(reasons) == (message is not None)
+    assert message is None or message in reasons[0]
+
+
+# ---- the cache ------------------------------------------------------------------------------
+
+
+def test_both_generations_cache_tensors_are_views_of_k_and_v():
+    """K and V side by side (to 0.25) and packed per head (from 0.32) give [P, page, Hkv, D]."""
+    pages, page, heads, dim = 3, 16, 2, 32
+    old = torch.zeros(kv_cache_shape(pages, page, heads, dim))
+    new = torch.zeros(pages, heads, page, 2 * dim)
+    for cache in (old, new):
+        k, v = split_kv_cache(cache, dim, torch.float32)
+        assert k.shape == v.shape == (pages, page, heads, dim)
+        k[1, 2, 1, 3], v[1, 2, 1, 3] = 1, 2
+        assert cache.sum() == 3
+    assert new[1, 1, 2, 3] == 1 and new[1, 1, 2, dim + 3] == 2
+
+
+def test_bytes_become_fp8_and_another_shape_is_refused():
+    """vLLM hands an fp8 cache as bytes; a cache that is neither form is named."""
+    k, _ = split_kv_cache(torch.zeros(2, 1, 16, 64, dtype=torch.uint8), 32, torch.float8_e4m3fn)
+    assert k.dtype == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="kv_cache: expected .blocks, 2"):
+        split_kv_cache(torch.zeros(2, 1, 16, 96), 32, torch.float32)
+
+
+# ---- the gate -------------------------------------------------------------------------------
+
+Mode = enum.Enum("Mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+
+
+def test_the_gate_is_put_in_place_once():
+    """register runs many times in a process; the platform's own check runs once a call."""
+    calls = []
+
+    class Platform:
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            calls.append(cls)
+
+    gate.install(Platform)
+    gate.install(Platform)
+    config = types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(cudagraph_mode=Mode.PIECEWISE),
+        parallel_config=types.SimpleNamespace(),
+    )
+    Platform.check_and_update_config(config)
+    assert calls == [Platform]
+
+
+# ---- a step ---------------------------------------------------------------------------------
+
+NUM_Q_HEADS, HEAD_DIM = 4, 64
+
+
+class OneRank:
+    """An exchange that hands on the queries of all ranks and keeps what would be reduced."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.q = q
+
+    def gather(self, q: torch.Tensor) -> torch.Tensor:
+        return self.q
+
+    def state(self, num_tokens: int) -> Any:
+        nan = torch.full_like(self.q, torch.nan)
+        return type(self).State(nan, torch.full(self.q.shape[:2], torch.nan))
+
+    def reduce(self, state: Any, output: torch.Tensor) -> None:
+        self.kept = state
+
+    from dcp_lab import AttnState as State
+
+
+def rank_state(whole: PagedCase, shard: Shard, drafts: int, gather: str | None) -> Any:
+    """Return one rank's state of a step, as the plugin plans and attends it."""
+    case = whole.on_rank(shard)
+    q, k_cache, v_cache, table, local = case.tensors
+    lens = whole.tensors[4]
+    starts = torch.tensor([*range(0, len(lens) * drafts + 1, drafts)], dtype=torch.int32)
+    shape = LayerShape(NUM_Q_HEADS // shard.size, 1, HEAD_DIM, None, torch.float32, torch.float32)
+    page = k_cache.shape[1]
+    planner = Planner(
+        [shape],
+        Limits(40, len(q), drafts, 256, 1 << 20, page),
+        shard,
+        torch.device("cpu"),
+        gather=gather,
+    )
+    step = planner.plan(
+        num_tokens=len(q),
+        num_decodes=len(lens),
+        num_decode_tokens=len(q),
+        max_query_len=drafts,
+        query_start_loc=starts,
+        seq_lens=lens,
+        local_seq_lens=None,
+        block_table=table,
+    )
+    exchange = OneRank(q)
+    attend(
+        q[:, : NUM_Q_HEADS // shard.size],
+        k_cache,
+        v_cache,
+        step,
+        torch.empty(len(q), NUM_Q_HEADS // shard.size, HEAD_DIM),
+        lse=torch.empty(0),
+        shape=shape,
+        shard=shard,
+        exchange=exchange,
+        softmax_scale=HEAD_DIM**-0.5,
+    )
+    return exchange.kept
+
+
+@pytest.mark.parametrize("gather", [None, "published"])
+def test_a_decode_step_over_two_ranks_is_exact(gather: str | None):
+    """Planned once, attended on each rank's shard, merged: the oracle over whole requests."""
+    whole = PagedCase.build(
+        [33, 1, 0, 17, 64], num_q_heads=NUM_Q_HEADS, num_kv_heads=1, head_dim=HEAD_DIM
+    )
+    states = [rank_state(whole, Shard(rank, 2, 16), 1, gather) for rank in (0, 1)]
+    outs, lses = (torch.stack(parts) for parts in zip(*states, strict=True))
+    merged = reference_merge(outs, lses)
+    expected = reference_decode(*whole.tensors, **whole.reference_options())
+    torch.testing.assert_close(merged.out.double(), expected.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_a_small_step_has_tiles_of_its_own():
+    """Steps of 16 and of 300 requests use different workspaces, each large enough."""
+    shape = LayerShape(4, 1, 64, None, torch.float32, torch.float32)
+    limits = Limits(300, 300, 1, 256, 1 << 20, 16)
+    planner = Planner([shape], limits, Shard(0, 1), torch.device("cpu"))
+    used = {}
+    for requests in (1, 16, 17, 300):
+        step = planner.plan(
+            num_tokens=requests,
+            num_decodes=requests,
+            num_decode_tokens=requests,
+            max_query_len=1,
+            query_start_loc=torch.arange(requests + 1, dtype=torch.int32),
+            seq_lens=torch.ones(requests, dtype=torch.int32),
+            local_seq_lens=None,
+            block_table=torch.zeros(requests, 16, dtype=torch.int32),
+        )
+        used[requests] = step.parts[0].workspaces[shape].max_requests
+    assert used == {1: 16, 16: 16, 17: 64, 300: 300}
+
+
+def test_long_prefills_go_through_the_reducer_in_pieces():
+    """No piece is larger than the reducer's buffers, and the pieces are all of the tokens."""
+    from dcp_lab.vllm_plugin.attention import Exchange
+
+    class Reducer:
+        max_tokens = MAX_REDUCER_TOKENS
+        seen: list[int] = []
+
+        def __call__(self, state: Any) -> Any:
+            self.seen.append(len(state.out))
+            return types.SimpleNamespace(out=state.out[:, :2] + 1)
+
+    exchange = Exchange.__new__(Exchange)
+    exchange.reducer = Reducer()
+    tokens = 2 * MAX_REDUCER_TOKENS + 5
+    state = OneRank.State(torch.arange(tokens * 4.0).view(tokens, 4, 1), torch.zeros(tokens, 4))
+    output = torch.empty(tokens, 2, 1)
+    exchange.reduce(state, output)
+    assert Reducer.seen == [MAX_REDUCER_TOKENS, MAX_REDUCER_TOKENS, 5]
+    assert torch.equal(output, state.out[:, :2] + 1)
