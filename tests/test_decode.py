@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from dcp_lab import AttnState, BoundDecode, DecodeWorkspace, Shard, merge_states, paged_decode
-from dcp_lab.ops.device import Device, planning_for
+from dcp_lab.kernels import decode as kernels
+from dcp_lab.ops.device import Device, current_device, planning_for
 from dcp_lab.ops.workspace import DecodeConfig
 from dcp_lab.reference import eager_decode, reference_attention, reference_decode
 from dcp_lab.testing import PagedCase, assert_within_budget
@@ -244,7 +247,7 @@ def test_natural_logarithm_on_every_path():
                 kv_layout=kv_layout, query_lens=query_lens,
             )  # fmt: skip
             case.q.zero_()
-            for num_splits in (None, 1, 2, 5):
+            for num_splits in (None, 1, 5):
                 got = paged_decode(*case.tensors, **case.options(), num_splits=num_splits)
                 torch.testing.assert_close(got.lse, expected)
     outs = torch.tensor([[[[0.0]]], [[[1.0]]]], device=DEVICE)
@@ -296,7 +299,7 @@ def test_local_lengths_of_empty_shards():
 def test_plan_covers_every_token_once(lens):
     """The work table cuts each request into pieces that cover it exactly, within the table."""
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    workspace = DecodeWorkspace(8, 4, 2, 32, max_items=24, device=DEVICE)
+    workspace = DecodeWorkspace(8, 4, 2, 32, max_items=24, kv_dtype=torch.float32, device=DEVICE)
     workspace.prepare(seq_lens)
     items = workspace.items[: workspace.items_for(len(lens))].tolist()
     pieces = [item for item in items if item[0] >= 0]
@@ -315,14 +318,16 @@ def test_plan_covers_every_token_once(lens):
 def test_table_of_any_size(max_items):
     """With hardly more items than requests and with many, the result is the same."""
     case = build((300, 1, 0, 77))
-    workspace = DecodeWorkspace(4, 4, 2, 32, max_items=max_items, max_query_len=3, device=DEVICE)
+    workspace = DecodeWorkspace(
+        4, 4, 2, 32, max_items=max_items, max_query_len=3, kv_dtype=torch.float32, device=DEVICE
+    )
     workspace.prepare(case.seq_lens)
     check(case, workspace=workspace)
 
 
 def test_workspace_is_shared_by_layers_and_steps():
     """One workspace serves layers and steps of fewer requests; its buffers never move."""
-    workspace = DecodeWorkspace(8, 4, 2, 32, device=DEVICE)
+    workspace = DecodeWorkspace(8, 4, 2, 32, kv_dtype=torch.float32, device=DEVICE)
     before = workspace.partial_out.data_ptr(), workspace.items.data_ptr()
     for lens in ((200, 3), (1, 0, 90, 64, 17, 33, 5, 2), (64,)):
         case = build(lens, seed=len(lens))
@@ -346,7 +351,9 @@ def test_config_changes_nothing_but_speed():
         DecodeConfig(16, 1, 2, reduce_splits=2, reduce_columns=16),
         DecodeConfig(128, 4, 2, min_split_tokens=16),
     ):
-        workspace = DecodeWorkspace(2, 4, 2, 32, max_items=16, config=config, device=DEVICE)
+        workspace = DecodeWorkspace(
+            2, 4, 2, 32, max_items=16, config=config, kv_dtype=torch.float32, device=DEVICE
+        )
         workspace.prepare(case.seq_lens)
         check(case, workspace=workspace)
 
@@ -411,7 +418,9 @@ def test_workspace_refusals():
     call = lambda workspace, **more: paged_decode(  # noqa: E731
         *case.tensors, workspace=workspace, **more
     )
-    make = lambda *sizes, **more: DecodeWorkspace(*sizes, device=DEVICE, **more)  # noqa: E731
+    make = lambda *sizes, **more: DecodeWorkspace(  # noqa: E731
+        *sizes, **{"kv_dtype": torch.float32, "device": DEVICE, **more}
+    )
     with pytest.raises(ValueError, match="workspace: expected one made for num_q_heads=4"):
         call(make(2, 8, 2, 32))
     with pytest.raises(ValueError, match="workspace: expected one made for head_dim=32"):
@@ -420,7 +429,7 @@ def test_workspace_refusals():
     with pytest.raises(ValueError, match=r"workspace: expected a prepared one.*prepare\(seq_lens"):
         call(fresh)
     fresh.prepare(case.seq_lens[:1])
-    with pytest.raises(ValueError, match="workspace: expected one prepared for this call's 2"):
+    with pytest.raises(ValueError, match="workspace: expected one prepared for this call: 2 req"):
         call(fresh)
     with pytest.raises(ValueError, match="max_items >= num_requests"):
         call(fresh, num_splits=4)
@@ -428,7 +437,7 @@ def test_workspace_refusals():
     with pytest.raises(ValueError, match="max_query_len >= 2"):
         paged_decode(*many.tensors, **many.options(), workspace=fresh)
     fresh.prepare(case.seq_lens)
-    with pytest.raises(ValueError, match="workspace: expected one prepared for sliding_window=3"):
+    with pytest.raises(ValueError, match="workspace: expected .* sliding_window=3, .*window=None"):
         call(fresh, sliding_window=3)
     with pytest.raises(ValueError, match="seq_lens: expected at most max_requests=4"):
         fresh.prepare(torch.zeros(5, dtype=torch.int32, device=DEVICE))
@@ -634,7 +643,7 @@ PAGE_STRIDE = 1_039_680
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND", "SHUFFLE"])
 @pytest.mark.parametrize("kv_dtype", [torch.float16, FP8], ids=str)
 def test_offsets_past_int32(kv_dtype, kv_layout):
-    """Case 11: pages behind 2 ** 31 elements are read, and nothing where a wrapped offset lands."""
+    """Case 11: pages behind 2 ** 31 elements are read, nothing where a wrapped offset lands."""
     near = build((48,), dtype=torch.float16, kv_dtype=kv_dtype, kv_layout=kv_layout, spare_pages=0)
     # fp8 V is read as 16-bit words: 2 ** 31 of them.
     stride = PAGE_STRIDE * 2 // kv_dtype.itemsize
@@ -678,6 +687,154 @@ def test_fp8_refusals():
         paged_decode(*case.tensors, softmax_scale=1e30, k_scale=1e30)
 
 
+WINDOW = 5
+
+
+def test_a_table_of_another_step_is_refused():
+    """A window's table depends on query_start_loc, shard and global_seq_lens: a call is held."""
+    whole = build((5, 40), query_lens=(2, 1))
+    case = whole.on_rank(Shard(1, 2))
+    workspace = DecodeWorkspace(
+        2, 4, 2, 32, kv_dtype=torch.float32, max_query_len=2, max_items=8, device=DEVICE
+    )
+    right = {
+        "query_start_loc": case.query_start_loc,
+        "global_seq_lens": case.global_seq_lens,
+        "shard": case.shard,
+    }
+    call = lambda window: check(case, workspace=workspace, sliding_window=window)  # noqa: E731
+    workspace.prepare(case.seq_lens, sliding_window=WINDOW, **right)
+    call(WINDOW)
+    for name, value in (
+        ("query_start_loc", None),
+        ("shard", Shard(0, 2)),
+        ("shard", Shard(1, 2, 4)),
+        ("shard", None),
+    ):
+        workspace.prepare(case.seq_lens, sliding_window=WINDOW, **{**right, name: value})
+        with pytest.raises(ValueError, match="workspace: expected one prepared for this call: 2"):
+            call(WINDOW)
+    # Without a window the table is the lengths' alone.
+    workspace.prepare(case.seq_lens)
+    call(None)
+    # A group of one rank holds whole requests: no global lengths needed, nor told apart.
+    alone = {"query_start_loc": whole.query_start_loc, "sliding_window": WINDOW}
+    workspace.prepare(whole.seq_lens, shard=Shard(0, 1), **alone)
+    check(whole, workspace=workspace, sliding_window=WINDOW)
+    workspace.prepare(whole.seq_lens, global_seq_lens=whole.global_seq_lens, **alone)
+    with pytest.raises(ValueError, match="without global_seq_lens, got .* with global_seq_lens"):
+        check(whole, workspace=workspace, sliding_window=WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_seq_lens": torch.zeros(2)}, r"global_seq_lens: expected int32 \[B=2\], got"),
+        ({"global_seq_lens": torch.zeros(3).int()}, r"global_seq_lens: expected int32 \[B=2\]"),
+        ({"query_start_loc": torch.zeros(2).int()}, r"query_start_loc: expected int32 \[B\+1=3\]"),
+        ({"query_start_loc": torch.zeros(3).long()}, r"query_start_loc: expected int32 .*int64"),
+        ({"query_start_loc": torch.zeros(6).int()[::2]}, "query_start_loc: expected a contiguous"),
+        ({"sliding_window": 0}, "sliding_window: expected an int >= 1, got 0"),
+        ({"sliding_window": 2.5}, "sliding_window: expected an int >= 1, got 2.5"),
+        ({"shard": (0, 2)}, "shard: expected a dcp_lab.Shard or None"),
+    ],
+)
+def test_prepare_refusals(options, message):
+    """prepare refuses what paged_decode would refuse, before it is prepared for anything."""
+    workspace = DecodeWorkspace(4, 4, 2, 32, device=DEVICE)
+    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=message):
+        workspace.prepare(torch.ones(2, dtype=torch.int32, device=DEVICE), **options)
+    assert workspace.prepared is None
+
+
+def test_workspace_of_another_kind():
+    """A workspace is a DecodeWorkspace, made for a cache of as many bytes."""
+    case = build((5, 40), dtype=torch.float16)
+    with pytest.raises(ValueError, match="workspace: expected a DecodeWorkspace or None, got 3"):
+        paged_decode(*case.tensors, workspace=3)
+    for kv_dtype in (torch.float32, FP8):
+        workspace = DecodeWorkspace(2, 4, 2, 32, kv_dtype=kv_dtype, device=DEVICE)
+        workspace.prepare(case.seq_lens)
+        with pytest.raises(ValueError, match="one made for kv_dtype=float16, got"):
+            paged_decode(*case.tensors, workspace=workspace)
+    workspace = DecodeWorkspace(2, 4, 2, 32, max_items=4, device=DEVICE)
+    workspace.prepare(case.seq_lens)
+    check(case, workspace=workspace)
+    with pytest.raises(ValueError, match="kv_dtype: expected a dtype of a cache"):
+        DecodeWorkspace(2, 4, 2, 32, kv_dtype=torch.int8, device=DEVICE)
+
+
+def test_every_way_out_of_the_reduce_kernel_waits():
+    """Under dependent launch each return of the reduce kernel has a wait before it."""
+    source = inspect.getsource(kernels._reduce_kernel.fn)
+    before = source.split("return\n")[:-1]
+    assert len(before) == 3
+    for way_out in before:
+        last = [line.strip() for line in way_out.strip().splitlines()[-2:]]
+        assert last == ["if WAIT_LAUNCH:", "tl.extra.cuda.gdc_wait()"]
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA or ROCm GPU")
+@pytest.mark.parametrize("num_splits", [None, 8])
+def test_a_consumer_in_the_graph_sees_all_of_out(num_splits):
+    """A kernel behind the call reads whole results, also of rows that need no reduce."""
+    # One long request keeps the decode kernel busy while the short ones' reduce programs leave.
+    lens = (60_000, *[40] * 63)
+    case = build(
+        lens, num_q_heads=16, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16, page_size=64
+    )
+    workspace = DecodeWorkspace(
+        64, 16, 1, 128, max_items=None if num_splits is None else 512, device=DEVICE
+    )
+    out = torch.empty_like(case.q)
+    lse = torch.empty(64, 16, device=DEVICE)
+    seen = torch.empty_like(out)
+    options = {"workspace": workspace, "num_splits": num_splits, "out": out, "lse": lse}
+    workspace.prepare(case.seq_lens)
+    expected = check(case, **options).out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            out.fill_(math.nan)
+            paged_decode(*case.tensors, **options)
+            seen.copy_(out)
+    for _ in range(50):
+        seen.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(seen, expected)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_launches_go_to_the_tensors_device():
+    """Calls, bound calls and prepare work while another device is current."""
+    case = PagedCase.build((200, 3), device="cuda:1")
+    workspace = DecodeWorkspace(2, 4, 2, 32, kv_dtype=torch.float32, device="cuda:1")
+    out, lse = torch.empty(2, 4, 32, device="cuda:1"), torch.empty(2, 4, device="cuda:1")
+    with torch.cuda.device(0):
+        workspace.prepare(case.seq_lens)
+        bound = BoundDecode(*case.tensors, workspace=workspace, out=out, lse=lse)
+        out.fill_(math.nan)
+        got = bound()
+        assert torch.cuda.current_device() == 0
+        truth = reference_decode(*case.tensors)
+        assert_within_budget("bound", got, truth, eager_decode(*case.tensors))
+
+
+def test_another_device_is_made_current(monkeypatch):
+    """The tensors' device is current for a launch, and none is switched to without need."""
+    switched = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda d: switched.append(d) or nullcontext())
+    for name in ("cpu", "cuda:0", "cuda:1"):
+        with current_device(torch.device(name)):
+            pass
+    assert switched == [torch.device("cuda:1")]
+
+
 @pytest.mark.parametrize("kv_layout", ["NHD", "SHUFFLE"])
 def test_a_bound_call_of_fp8(kv_layout):
     """A workspace and a bound call serve fp8; scales on the device may change in place."""
@@ -703,7 +860,7 @@ def test_a_bound_call_of_fp8(kv_layout):
 def test_a_bound_call_follows_its_buffers():
     """A bound call gives what paged_decode gives, also after its buffers changed in place."""
     case = build((200, 3))
-    workspace = DecodeWorkspace(2, 4, 2, 32, max_items=8, device=DEVICE)
+    workspace = DecodeWorkspace(2, 4, 2, 32, max_items=8, kv_dtype=torch.float32, device=DEVICE)
     workspace.prepare(case.seq_lens)
     out, lse = torch.empty(2, 4, 32, device=DEVICE), torch.empty(2, 4, device=DEVICE)
     bound = BoundDecode(*case.tensors, workspace=workspace, out=out, lse=lse)

@@ -307,7 +307,15 @@ def test_small_probabilities_keep_their_digits(fp8):
 def test_workspace_is_shared_by_layers_and_steps(max_items):
     """One workspace serves layers and steps of fewer requests, several tokens; it never moves."""
     workspace = DecodeWorkspace(
-        4, 4, 1, 576, head_dim_v=512, max_query_len=3, max_items=max_items, device=DEVICE
+        4,
+        4,
+        1,
+        576,
+        head_dim_v=512,
+        max_query_len=3,
+        kv_dtype=torch.float32,
+        max_items=max_items,
+        device=DEVICE,
     )
     before = workspace.partial_out.data_ptr(), workspace.items.data_ptr()
     for lens, query_lens in (((200, 3), None), ((1, 0, 90, 64), (1, 0, 3, 2))):
@@ -324,7 +332,7 @@ def test_launches(monkeypatch):
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel), run(launch)))
     latents = build((40, 150))
-    workspace = DecodeWorkspace(2, 4, 1, 80, head_dim_v=64, device=DEVICE)
+    workspace = DecodeWorkspace(2, 4, 1, 80, head_dim_v=64, kv_dtype=torch.float32, device=DEVICE)
     workspace.prepare(latents.case.seq_lens)
     for options, most in (
         ({"num_splits": 1}, 1),
@@ -500,7 +508,9 @@ def test_workspace_refusals():
     call = lambda workspace: mla_paged_decode(  # noqa: E731
         *latents.tensors, **latents.options(), workspace=workspace
     )
-    make = lambda *sizes, **more: DecodeWorkspace(*sizes, device=DEVICE, **more)  # noqa: E731
+    make = lambda *sizes, **more: DecodeWorkspace(  # noqa: E731
+        *sizes, **{"kv_dtype": torch.float32, "device": DEVICE, **more}
+    )
     with pytest.raises(ValueError, match="workspace: expected one made for num_kv_heads=1"):
         call(make(2, 4, 2, 80, head_dim_v=64))
     with pytest.raises(ValueError, match="workspace: expected one made for head_dim_v=64"):

@@ -265,6 +265,12 @@ def check_finite(argument: str, value: object, *, positive: bool = False) -> flo
     return float(value)
 
 
+def check_shard(shard: object) -> None:
+    """Check that a shard is one, or None."""
+    if shard is not None and not isinstance(shard, Shard):
+        fail("shard", "a dcp_lab.Shard or None", shard)
+
+
 def check_sliding_window(sliding_window: object) -> int | None:
     """Return a window that bounds anything: an int >= 1, None where it is longer than int32."""
     if sliding_window is None:
@@ -544,8 +550,7 @@ def _check_call(
             last_contiguous=True,
         )
 
-    if shard is not None and not isinstance(shard, Shard):
-        fail("shard", "a dcp_lab.Shard or None", shard)
+    check_shard(shard)
     if shard is not None and shard.rank > 0:
         # Every rank is given the sinks; they count once.
         sinks = None

@@ -17,7 +17,7 @@ from dcp_lab.ops.arguments import (
 )
 from dcp_lab.ops.checks import FP8_DTYPES, fail, unsupported
 from dcp_lab.ops.copies import FP8_BIAS
-from dcp_lab.ops.device import device_of
+from dcp_lab.ops.device import current_device, device_of
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, run_split_call, split_call
 from dcp_lab.ops.workspace import DecodeWorkspace
@@ -173,7 +173,8 @@ class BoundDecode:
             if arguments.num_tokens and arguments.num_requests
             else []
         )
-        self._launches = [launch.bind() for launch in planned]
+        with current_device(arguments.q.device):
+            self._launches = [launch.bind() for launch in planned]
 
     def __call__(self) -> AttnState:
         """Launch; return the bound (out, lse)."""

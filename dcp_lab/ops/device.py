@@ -52,6 +52,19 @@ def device_of(device: torch.device) -> Device:
     return _planned if _planned is not None else _facts(device)
 
 
+def current_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make launches go to the device that the tensors live on, if it is not the current one.
+
+    Triton launches on the current device, on its current stream.
+    """
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
 @functools.cache
 def _facts(device: torch.device) -> Device:
     if INTERPRETED:

@@ -11,12 +11,13 @@ import triton
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.arguments import DecodeArguments
-from dcp_lab.ops.checks import fail
-from dcp_lab.ops.device import device_of
+from dcp_lab.ops.checks import dtype_name, fail
+from dcp_lab.ops.device import current_device, device_of
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.workspace import (
     DecodeConfig,
     DecodeWorkspace,
+    PreparedDecode,
     choose_config,
     most_query_rows,
     query_rows,
@@ -85,8 +86,7 @@ def run_split_call(
             a.head_dim,
             head_dim_v=a.head_dim_v,
             max_query_len=a.max_query_len,
-            # fp32 queries make it an fp32 kernel, whatever the cache holds.
-            kv_dtype=q.dtype if q.dtype == torch.float32 else a.k_cache.dtype,
+            kv_dtype=_kernel_dtype(a),
             max_seq_len=max(1, a.max_pages * a.page_size),
             device=q.device,
         )
@@ -98,15 +98,23 @@ def run_split_call(
             shard=a.shard,
         )
     rounded = interpreter_safe(out)
-    for launch in plan(a, workspace=workspace, out=rounded, lse=lse):
-        launch.run()
+    with current_device(q.device):
+        for launch in plan(a, workspace=workspace, out=rounded, lse=lse):
+            launch.run()
     if rounded is not out:
         out.copy_(rounded)
     return AttnState(out, lse)
 
 
+def _kernel_dtype(a: DecodeArguments) -> torch.dtype:
+    """Return the cache's dtype; fp32 queries make it an fp32 kernel, whatever the cache holds."""
+    return a.q.dtype if a.q.dtype == torch.float32 else a.k_cache.dtype
+
+
 def check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
     """Raise unless the workspace fits the call and, where its table is used, is prepared."""
+    if not isinstance(workspace, DecodeWorkspace):
+        fail("workspace", "a DecodeWorkspace or None", workspace)
     wanted = {
         "num_q_heads": a.num_q_heads,
         "num_kv_heads": a.num_kv_heads,
@@ -117,6 +125,14 @@ def check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
     for name, value in wanted.items():
         if getattr(workspace, name) != value:
             fail("workspace", f"one made for {name}={value}", f"{name}={getattr(workspace, name)}")
+    kv_dtype = _kernel_dtype(a)
+    if workspace.kv_dtype.itemsize != kv_dtype.itemsize:
+        # Tile shapes follow from it.
+        fail(
+            "workspace",
+            f"one made for kv_dtype={dtype_name(kv_dtype)}",
+            f"kv_dtype={dtype_name(workspace.kv_dtype)}",
+        )
     if workspace.max_query_len < a.max_query_len:
         fail(
             "workspace",
@@ -137,19 +153,11 @@ def check_workspace(workspace: DecodeWorkspace, a: DecodeArguments) -> None:
             "a prepared one: call workspace.prepare(seq_lens) once a step",
             "unprepared",
         )
-    num_requests, sliding_window = workspace.prepared
-    if num_requests != a.num_requests:
-        fail(
-            "workspace",
-            f"one prepared for this call's {a.num_requests} requests",
-            f"one prepared for {num_requests}",
-        )
-    if sliding_window != a.sliding_window:
-        fail(
-            "workspace",
-            f"one prepared for sliding_window={a.sliding_window}",
-            f"one prepared for sliding_window={sliding_window}",
-        )
+    step = PreparedDecode.of(
+        a.num_requests, a.sliding_window, a.query_start_loc, a.global_seq_lens, a.shard
+    )
+    if workspace.prepared != step:
+        fail("workspace", f"one prepared for this call: {step}", str(workspace.prepared))
 
 
 def split_call(
@@ -163,8 +171,7 @@ def split_call(
     num_splits = a.num_splits
     device = device_of(a.q.device)
     group = a.num_q_heads // a.num_kv_heads
-    fp32 = INTERPRETED or a.q.dtype == torch.float32
-    itemsize = 4 if fp32 else a.k_cache.dtype.itemsize
+    itemsize = 4 if INTERPRETED else _kernel_dtype(a).itemsize
     block_m = query_rows(group, a.max_query_len, most_query_rows(a.head_dim, itemsize, device))
     row_blocks = triton.cdiv(group * a.max_query_len, block_m)
     if workspace is not None:

@@ -10,9 +10,15 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels import decode as kernels
-from dcp_lab.ops.arguments import MAX_HEAD_DIM, MAX_LORA_RANK
+from dcp_lab.ops.arguments import (
+    CACHE_DTYPES,
+    MAX_HEAD_DIM,
+    MAX_LORA_RANK,
+    check_shard,
+    check_sliding_window,
+)
 from dcp_lab.ops.checks import check_positive_int, check_tensor, fail
-from dcp_lab.ops.device import Device, device_of
+from dcp_lab.ops.device import Device, current_device, device_of
 from dcp_lab.sharding import Shard
 
 
@@ -168,6 +174,49 @@ def most_query_rows(head_dim: int, itemsize: int, device: Device) -> int:
     return 64 if itemsize == 2 and device.arch == "cuda" else 32
 
 
+@dataclasses.dataclass(frozen=True)
+class PreparedDecode:
+    """What a DecodeWorkspace is prepared for.
+
+    A table of work cuts all that the first query token of a request sees. Without a window that is
+    the whole of seq_lens; with one it depends on the rest, which is recorded then only.
+    """
+
+    num_requests: int
+    sliding_window: int | None
+    query_start_loc: bool = False
+    global_seq_lens: bool = False
+    shard: Shard | None = None
+
+    @classmethod
+    def of(
+        cls,
+        num_requests: int,
+        sliding_window: int | None,
+        query_start_loc: torch.Tensor | None,
+        global_seq_lens: torch.Tensor | None,
+        shard: Shard | None,
+    ) -> PreparedDecode:
+        """Return what a step with these arguments needs."""
+        if sliding_window is None:
+            return cls(num_requests, None)
+        given = query_start_loc is not None, global_seq_lens is not None
+        # A group of one rank holds whole requests.
+        shard = shard if shard is not None and shard.size > 1 else None
+        return cls(num_requests, sliding_window, *given, shard)
+
+    def __str__(self) -> str:
+        """Describe it in the words of prepare's arguments."""
+        if self.sliding_window is None:
+            return f"{self.num_requests} requests, sliding_window=None"
+        tensors = " and ".join(
+            f"{'with' if getattr(self, name) else 'without'} {name}"
+            for name in ("query_start_loc", "global_seq_lens")
+        )
+        window = f"sliding_window={self.sliding_window}"
+        return f"{self.num_requests} requests, {window}, shard={self.shard}, {tensors}"
+
+
 class DecodeWorkspace:
     """Buffers and the work table of a decode, made once and shared by all layers.
 
@@ -183,7 +232,8 @@ class DecodeWorkspace:
         num_q_heads, num_kv_heads, head_dim: Of the calls.
         head_dim_v: Default: head_dim.
         max_query_len: Most query tokens a request may have in a call. Default: 1.
-        kv_dtype: Dtype of the cache. Default: bf16.
+        kv_dtype: Dtype of the cache, or fp32 for fp32 queries whatever the cache; one of as many
+            bytes will do. Default: bf16.
         max_seq_len: Longest request expected; only picks tile shapes, a longer one stays correct.
             Default: 4096.
         max_items: Most work items of a step. Default: chosen from the device's multiprocessors.
@@ -191,7 +241,8 @@ class DecodeWorkspace:
         device: Default: the current GPU, or the CPU under the interpreter.
 
     Raises:
-        ValueError: A size is not an int >= 1, or max_items < max_requests.
+        ValueError: A size is not an int >= 1, max_items < max_requests, or kv_dtype is no dtype
+            that a cache may have.
 
     Notes:
         Graph capture: `prepare` and the decode call may both be captured; or prepare once a step
@@ -225,6 +276,9 @@ class DecodeWorkspace:
         )
         self.max_query_len = check_positive_int("max_query_len", max_query_len)
         check_positive_int("max_seq_len", max_seq_len)
+        if kv_dtype not in CACHE_DTYPES:
+            fail("kv_dtype", "a dtype of a cache, such as torch.bfloat16", kv_dtype)
+        self.kv_dtype = kv_dtype
         if device is None:
             device = "cpu" if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
         self.device = torch.device(device)
@@ -260,7 +314,7 @@ class DecodeWorkspace:
         rows = (self.max_items, self.max_query_len, self.num_q_heads)
         self.partial_out = empty(*rows, self.head_dim_v, dtype=torch.float32)
         self.partial_lse = empty(*rows, dtype=torch.float32)
-        self.prepared: tuple[int, int | None] | None = None
+        self.prepared: PreparedDecode | None = None
 
     def _slots(self, facts: Device, slots_per_sm: int) -> int:
         return max(1, facts.num_sms * slots_per_sm // (self.num_kv_heads * self.row_blocks))
@@ -298,10 +352,11 @@ class DecodeWorkspace:
         Args:
             seq_lens: int32 [B], tokens in this cache, B <= max_requests.
             global_seq_lens, query_start_loc, sliding_window, shard: As given to paged_decode; only
-                a sliding window needs them.
+                a sliding window needs them, and a call with one is held to them.
 
         Raises:
-            ValueError: seq_lens is not int32 [B] on this device or B > max_requests.
+            ValueError: An argument is not what paged_decode takes, is on another device, or
+                B > max_requests.
 
         Notes:
             Safe under graph capture; no sync, no allocation.
@@ -312,14 +367,32 @@ class DecodeWorkspace:
             fail("seq_lens", f"at most max_requests={self.max_requests} requests", seq_lens)
         if not seq_lens.is_contiguous():
             fail("seq_lens", "a contiguous tensor", f"stride {seq_lens.stride()}")
-        if sliding_window and shard is not None and global_seq_lens is None:
+        for name, tensor, shape in (
+            ("global_seq_lens", global_seq_lens, ("B", num_requests)),
+            ("query_start_loc", query_start_loc, ("B+1", num_requests + 1)),
+        ):
+            if tensor is not None:
+                check_tensor(
+                    name,
+                    tensor,
+                    dtypes=(torch.int32,),
+                    shape=(shape,),
+                    device=self.device,
+                    last_contiguous=True,
+                )
+        sliding_window = check_sliding_window(sliding_window)
+        check_shard(shard)
+        step = PreparedDecode.of(
+            num_requests, sliding_window, query_start_loc, global_seq_lens, shard
+        )
+        if step.shard is not None and global_seq_lens is None:
             fail("global_seq_lens", "int32 [B], needed by a sliding window under a shard", None)
-        self.prepared = (num_requests, sliding_window)
+        self.prepared = step
         if num_requests == 0:
             return
         block_b = triton.next_power_of_2(num_requests)
-        window_shard = shard if shard is not None and sliding_window else Shard(0, 1)
-        kernels._plan_kernel[(1,)](
+        window_shard = step.shard or Shard(0, 1)
+        plan = dict(  # noqa: C408 - read beside the kernel's keyword arguments
             seq_lens_ptr=seq_lens,
             total_lens_ptr=seq_lens if global_seq_lens is None else global_seq_lens,
             query_start_loc_ptr=seq_lens if query_start_loc is None else query_start_loc,
@@ -340,3 +413,5 @@ class DecodeWorkspace:
             SEARCH_STEPS=24,
             num_warps=4 if block_b <= 256 else 8,
         )
+        with current_device(self.device):
+            kernels._plan_kernel[(1,)](**plan)
