@@ -31,7 +31,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -40,6 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dcp_lab.graphs import record
+from dcp_lab.graphs.watch import watching
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.ops.checks import check_positive_int, fail, unsupported
 from dcp_lab.ops.decode import BoundDecode, paged_decode
@@ -165,8 +165,8 @@ class Corner:
 
     Attributes:
         mode: "eager", "piecewise" or "full".
-        dcp: Whether the group shares each request's KV. Without, attention is "paged" and there is
-            no reducer.
+        dcp: Whether the group shares each request's KV. Without, each rank attends all of it, and
+            there is no reducer: what a gather costs by itself.
         attention: "paged"; "published" (study 1's: host sync, gather, attention over contiguous
             KV, and the new token attended apart and merged after the reducer); "published_no_sync"
             (the same, with the total known to the host); "per_token" and "per_page" (the gathers
@@ -191,17 +191,16 @@ class Corner:
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
         _one_of("attention", self.attention, ATTENTIONS)
-        if not self.dcp:
-            if self.attention != "paged":
-                fail("attention", "'paged' without dcp", self.attention)
-            if self.reducer is not None:
-                fail("reducer", "None without dcp", self.reducer)
-            return
-        _one_of("reducer", self.reducer, REDUCERS)
-        if self.query_gather is None:
-            gather = "direct" if self.reducer == "direct" else "nccl"
-            object.__setattr__(self, "query_gather", gather)
-        _one_of("query_gather", self.query_gather, ("nccl", "direct"))
+        if self.dcp:
+            _one_of("reducer", self.reducer, REDUCERS)
+            if self.query_gather is None:
+                gather = "direct" if self.reducer == "direct" else "nccl"
+                object.__setattr__(self, "query_gather", gather)
+            _one_of("query_gather", self.query_gather, ("nccl", "direct"))
+        else:
+            for name in ("reducer", "query_gather"):
+                if getattr(self, name) is not None:
+                    fail(name, "None without dcp", getattr(self, name))
         if self.bound and self.attention != "paged":
             fail("bound", "False unless attention is 'paged'", self.bound)
         if self.mode == "full" and self.attention == "published":
@@ -213,14 +212,15 @@ class Corner:
             )
 
     @classmethod
-    def no_dcp(cls, mode: str, *, bound: bool = False) -> Corner:
+    def no_dcp(cls, mode: str, *, attention: str = "paged", bound: bool = False) -> Corner:
         """Return the corner without DCP."""
-        return cls(mode, dcp=False, reducer=None, bound=bound)
+        return cls(mode, dcp=False, attention=attention, reducer=None, bound=bound)
 
     def __str__(self) -> str:
         bound = ", bound" if self.bound else ""
         if not self.dcp:
-            return f"no DCP, {self.mode}{bound}"
+            attention = "" if self.attention == "paged" else f"{self.attention}, "
+            return f"no DCP, {attention}{self.mode}{bound}"
         usual = "direct" if self.reducer == "direct" else "nccl"
         gather = "" if self.query_gather == usual else f", q by {self.query_gather}"
         return f"{self.attention} + {self.reducer}, {self.mode}{gather}{bound}"
@@ -592,8 +592,16 @@ class Stack:
         if self.model.latent and corner.attention != "paged":
             unsupported("attention", corner.attention, "a latent cache is attended 'paged'")
         prepare, attend = self._local_attention(corner)
-        if not corner.dcp:
+        published = corner.attention in PUBLISHED
+        if not corner.dcp and not published:
             return prepare, lambda index: attend(index, self.q)
+        if not corner.dcp:
+
+            def attend_alone(index: int) -> None:
+                attend(index, self.q)
+                self._merge_new_token()
+
+            return prepare, attend_alone
         m = self.model
         common = {
             "group": self.group,
@@ -611,7 +619,6 @@ class Stack:
                 **common,
             ),
         )
-        published = corner.attention in PUBLISHED
         reducer = self._part(
             "reducer",
             corner.reducer,
@@ -630,13 +637,12 @@ class Stack:
 
         def attend_published(index: int) -> None:
             reducer(attend(index, gather(self.q)))
-            self._attend_new_token()
-            merge_states(*self._pair, out=self.attn.out, lse=self.attn.lse)
+            self._merge_new_token()
 
         return prepare, attend_published
 
-    def _attend_new_token(self) -> None:
-        """Attend this step's own token alone: its K and V are a cache of one token a page."""
+    def _merge_new_token(self) -> None:
+        """Attend this step's own token alone, a cache of one token a page, and merge it in."""
         paged_decode(
             self.q,
             self.key[:, None],
@@ -648,6 +654,7 @@ class Stack:
             out=self._pair.out[1],
             lse=self._pair.lse[1],
         )
+        merge_states(*self._pair, out=self.attn.out, lse=self.attn.lse)
 
     def _local_attention(
         self, corner: Corner
@@ -655,9 +662,12 @@ class Stack:
         """Return (prepare, attend(index, q)): write the new token, attend what this rank holds."""
         m, pages = self.model, self.pages[corner.dcp]
         heads = m.num_q_heads * (self.size if corner.dcp else 1)
+        published = corner.attention in PUBLISHED
         state = self.attn
         if corner.dcp:
             state = self._part("state", make=lambda: self._new_state(heads))
+        elif published:
+            state = AttnState(*(part[0] for part in self._pair))
 
         def write(index: int) -> None:
             if m.latent:
@@ -667,17 +677,13 @@ class Stack:
 
         if corner.attention == "paged":
             return self._paged(corner, write, state, heads)
-        published = corner.attention in PUBLISHED
         lens = pages.cached_lens if published else pages.seq_lens
         gather = "published" if published else corner.attention
         # Study 1's path waits in every layer to learn on the host how much there is to gather.
         known = {"total_tokens": pages.cached_tokens} if gather != corner.attention else {}
-        waits = False
-        if published and "attend" not in inspect.signature(gather_decode).parameters:
-            # Until gather_decode has that gather: another grid, the same wait.
-            gather, known, waits = "per_token", {}, corner.attention == "published"
         workspace = self._part(
             "gather",
+            corner.dcp,
             gather,
             published,
             make=lambda: GatherWorkspace(
@@ -695,8 +701,6 @@ class Stack:
 
         def attend_gathered(index: int, q: torch.Tensor) -> AttnState:
             write(index)
-            if waits:
-                workspace.cu_seqlens[self.requests].item()
             return gather_decode(
                 q,
                 pages.k[index],
@@ -847,6 +851,43 @@ class Stack:
                 found.append(graph.replay)
         torch.cuda.synchronize()
         return found
+
+    def count_calls(self, corner: Corner) -> dict[str, int]:
+        """Return what the host calls in a step of this corner, by kind.
+
+        Counted by watching one eager step, so it needs no GPU: torch operations, Triton launches,
+        collectives, each of which is a launch on a GPU, and waits for the device.
+
+        Returns:
+            "pieces": calls inside the dense pieces. "between": all other calls; of them
+            "collectives" and "host_syncs". "graphs": graphs that the corner's mode launches.
+            "launches": what the host launches in that mode.
+        """
+        prepare, attend = self._attention(corner)
+        count = len(self.model.kv_layers)
+        kind = self.device.type
+        prepare()
+        with watching(kind) as pieces:
+            for index in range(count + 1):
+                self._section(index)
+        attend(0)
+        with watching(kind) as between:
+            prepare()
+            for index in range(count):
+                attend(index)
+        found = {
+            "pieces": len(pieces.calls),
+            "between": len(between.calls),
+            "collectives": sum(call.name.startswith("c10d") for call in between.calls),
+            "host_syncs": len(between.syncs),
+            "graphs": {"eager": 0, "piecewise": count + 1, "full": 1}[corner.mode],
+        }
+        launched = {
+            "eager": found["pieces"] + found["between"],
+            "piecewise": found["graphs"] + found["between"],
+            "full": 1,
+        }
+        return found | {"launches": launched[corner.mode]}
 
     # ---- what it should give ---------------------------------------------------------------
 
@@ -1009,3 +1050,40 @@ def simulated_step(stacks: Sequence[Stack], attention: str = "paged") -> None:
         else:
             add([stack._mix(layer, stack.x) for stack in stacks])
         add([stack._feed_forward(layer, stack.x) for stack in stacks])
+
+
+# A model with the calls of the real one and next to no arithmetic.
+COUNTED = dataclasses.replace(
+    QWEN3_235B,
+    name="counted",
+    num_layers=2,
+    hidden=32,
+    num_q_heads=1,
+    head_dim=16,
+    head_dim_v=16,
+    intermediate=16,
+)
+
+
+def count_on_rank(
+    rank: int, size: int, corners: Sequence[Corner], layers: int
+) -> list[dict[str, int]]:
+    """Return count_calls of each corner for a step of so many layers, as one rank.
+
+    Two small models are counted, of one layer and of two; the difference is a layer. For
+    dcp_lab.reducers.local_group.run_ranks.
+
+    Args:
+        rank, size: Of the group.
+        corners: What to count; not the direct reducer on a CPU.
+        layers: Of the step.
+    """
+    counts = []
+    for few in (1, 2):
+        stack = Stack(COUNTED, 2, num_layers=few, dtype=torch.float32)
+        stack.load(4)
+        counts.append([stack.count_calls(corner) for corner in corners])
+    return [
+        {kind: one[kind] + (layers - 1) * (two[kind] - one[kind]) for kind in one}
+        for one, two in zip(*counts, strict=True)
+    ]

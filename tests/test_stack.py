@@ -7,7 +7,7 @@ import torch
 from stack_ranks import TINY, TINY_LATENT, judge, run_corners, tiny
 
 from dcp_lab.reducers.local_group import run_ranks
-from dcp_lab.stack import KIMI_K3_LIKE, QWEN3_235B, Corner, simulated_step
+from dcp_lab.stack import KIMI_K3_LIKE, QWEN3_235B, Corner, count_on_rank, simulated_step
 
 BUDGET_S = 150
 
@@ -22,6 +22,20 @@ def test_a_rank_alone(dense: str) -> None:
     corners = tuple(Corner.no_dcp(mode) for mode in ("eager", "piecewise", "full"))
     streams = run_corners(0, 1, TINY, corners, {"dense": dense})
     assert all(torch.equal(x, streams[0]) for x in streams)
+
+
+def test_gathers_without_dcp() -> None:
+    """A gather of the whole cache, the study's own with it, gives what the pages give."""
+    corners = (
+        Corner.no_dcp("eager"),
+        Corner.no_dcp("piecewise", attention="published"),
+        Corner.no_dcp("full", attention="published_no_sync"),
+        Corner.no_dcp("full", attention="per_token"),
+        Corner.no_dcp("piecewise", attention="per_page"),
+    )
+    first, *others = run_corners(0, 1, TINY, corners, {})
+    for x in others:
+        torch.testing.assert_close(x, first, atol=1e-5, rtol=1e-5)
 
 
 def test_bound_and_16_bits() -> None:
@@ -100,7 +114,7 @@ def test_models_have_the_work_they_stand_for() -> None:
         ({"mode": "eager", "attention": "gather"}, "attention"),
         ({"mode": "eager", "reducer": "nccl"}, "reducer"),
         ({"mode": "eager", "dcp": False}, "reducer"),
-        ({"mode": "eager", "dcp": False, "reducer": None, "attention": "per_page"}, "attention"),
+        ({"mode": "eager", "dcp": False, "reducer": None, "query_gather": "nccl"}, "query_gather"),
         ({"mode": "full", "attention": "published"}, "mode"),
         ({"mode": "full", "attention": "per_page", "bound": True}, "bound"),
         ({"mode": "eager", "query_gather": "gloo"}, "query_gather"),
@@ -135,3 +149,19 @@ def test_the_host_can_be_slowed() -> None:
     assert step.added_launches == 3 + 2 * 3
     full = stack.step(Corner.no_dcp("full"))
     assert full.added_launches == 1
+
+
+def test_calls_are_counted() -> None:
+    """The published path makes 10 calls a layer and 1 wait, paged + a2a 8, no DCP 3."""
+    corners = (
+        Corner.no_dcp("piecewise"),
+        corner("published", "ag_rs", "piecewise"),
+        corner("paged", "a2a", "full"),
+    )
+    found = run_ranks(count_on_rank, 2, args=(corners, 94), timeout_s=BUDGET_S)[0]
+    alone, published, full = found
+    assert alone["between"] == 94 * 3 + 1 and alone["graphs"] == 95
+    assert published["host_syncs"] == 94 and published["collectives"] == 94 * 3
+    assert published["between"] == 94 * 10 + 1
+    assert full["between"] == 94 * 8 + 1 and full["launches"] == 1
+    assert alone["launches"] == alone["between"] + 95

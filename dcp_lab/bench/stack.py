@@ -1,8 +1,9 @@
 """Whole decode steps: attention path x reducer x graph mode, checked, then timed on every rank.
 
-    dcp-lab bench stack [--seconds 140] [--layers 94] [--only BLOCK ...] [--ranks 2]
+    dcp-lab bench stack [--seconds 140] [--layers 94] [--only BLOCK ...] [--ranks 1 | 2]
     torchrun --nproc-per-node 2 -m dcp_lab.bench.stack [...]
 
+One GPU measures what the attention paths cost without any exchange, each in every mode.
 Corners are measured in blocks, the ones that decide first. Of each block every corner is built,
 checked and profiled, then all are timed in turn, and the block's rows are written. When the time
 is over, the command ends with what it has.
@@ -174,6 +175,31 @@ def blocks() -> tuple[Block, ...]:
         Block("latent", latent, model=KIMI_K3_LIKE.name, requests=8, context=8192),
         *(Block("batch", decisive, requests=requests) for requests in (1, 64)),
         *(Block("cross3000", crossed[i : i + 6], context=3000) for i in range(0, len(crossed), 6)),
+    )
+
+
+def blocks_alone() -> tuple[Block, ...]:
+    """Return what one GPU measures: attention paths and modes, no exchange."""
+
+    def alone(mode: str, *attentions: str) -> tuple[Corner, ...]:
+        return tuple(Corner.no_dcp(mode, attention=attention) for attention in attentions)
+
+    full = alone("full", *(a for a in ATTENTIONS if a != "published"))
+    piecewise = alone("piecewise", *ATTENTIONS)
+    eager = alone("eager", "paged", "published", "per_page")
+    bound = (Corner.no_dcp("full", bound=True), Corner.no_dcp("piecewise", bound=True))
+    decisive = (*alone("full", "paged", "per_page"), *alone("piecewise", "paged", "published"))
+    latent = (Corner.no_dcp("full"), Corner.no_dcp("piecewise"))
+    return (
+        Block("base", full),
+        Block("base", piecewise),
+        Block("base", (*eager, *bound)),
+        Block("3000", decisive, context=3000),
+        Block("delay", piecewise[:2], delays_us=(10.0, 30.0)),
+        *(Block("context", decisive, context=context) for context in (8192, 1024, 32768)),
+        Block("heavy", decisive, dense="heavy"),
+        Block("latent", latent, model=KIMI_K3_LIKE.name, requests=8, context=8192),
+        *(Block("batch", decisive, requests=requests) for requests in (1, 64)),
     )
 
 
@@ -612,10 +638,15 @@ def measure_rank(
     return run.rows, run.problems, run.said
 
 
+def machine_table(ranks: int) -> str:
+    """Return the name of the table of this many H200s."""
+    return "stack_h200" if ranks == 1 else f"stack_h200x{ranks}"
+
+
 def main(args: list[str] | None = None) -> int:
     """Measure and append rows; 1 when a corner was left out or nothing was measured."""
     begin = time.time()
-    names = list(dict.fromkeys(block.name for block in blocks()))
+    names = list(dict.fromkeys(block.name for block in (*blocks(), *blocks_alone())))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -624,16 +655,17 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="layers of a stack (default: the model's)")
     parser.add_argument("--repeats", type=int, default=7, help="samples of a corner (>= 5)")
     parser.add_argument("--only", action="append", choices=names, help="blocks to measure")
-    parser.add_argument("--out", type=Path, help="CSV (default: data/measured/stack_h200x2.csv)")
+    parser.add_argument("--out", type=Path, help="CSV (default: in data/measured)")
     parser.add_argument("--traces", type=Path, help="JSON file for a few layers of each step")
     parser.add_argument("--dry-run", action="store_true", help="print the corners and stop")
     options = parser.parse_args(args)
-    for name, least in (("ranks", 2), ("repeats", 5), ("seconds", 1), ("layers", 1)):
+    for name, least in (("ranks", 1), ("repeats", 5), ("seconds", 1), ("layers", 1)):
         given = getattr(options, name)
         if given is not None and given < least:
             print(f"--{name}: expected at least {least}, got {given}", file=sys.stderr)
             return 2
-    plan = [block for block in blocks() if not options.only or block.name in options.only]
+    every = blocks() if options.ranks > 1 else blocks_alone()
+    plan = [block for block in every if not options.only or block.name in options.only]
     if options.dry_run:
         for block in plan:
             print(
@@ -660,7 +692,7 @@ def main(args: list[str] | None = None) -> int:
         "deadline": begin + options.seconds,
         "layers": options.layers,
         "repeats": options.repeats,
-        "out": options.out or measured_path("stack_h200x2"),
+        "out": options.out or measured_path(machine_table(options.ranks)),
         "source": source,
         "traces": options.traces,
     }
