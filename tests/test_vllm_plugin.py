@@ -135,7 +135,9 @@ def test_the_gate_is_put_in_place_once():
             calls.append(cls)
 
     gate.install(Platform)
+    first = Platform.check_and_update_config.__func__
     gate.install(Platform)
+    assert Platform.check_and_update_config.__func__ is first
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(cudagraph_mode=Mode.PIECEWISE),
         parallel_config=types.SimpleNamespace(),
