@@ -122,6 +122,19 @@ def test_a_peers_own_lse_is_emptied_before_a_replay():
         bench.check_variant(x, peer, replay_of(x, ours))
 
 
+def test_a_peer_whose_replay_is_wrong_is_left_out(capsys, monkeypatch):
+    """A peer that is right eagerly and wrong in its graph has no row; ours would end the run."""
+    x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
+    ours = bench.paged_variant(x)
+    peer = bench.Variant("fa3", "auto", ours.call)
+    replays = {"paged_decodeplanned": replay_of(x, ours), "fa3auto": lambda: None}
+    assert bench.right_ones(x, [ours, peer]) == [ours, peer]
+    assert bench.right_ones(x, [ours, peer], replays) == [ours]
+    assert "peer fa3 auto: left out: not timed" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="not timed"):
+        bench.right_ones(x, [ours], {"paged_decodeplanned": lambda: None})
+
+
 def test_l2_is_cold_only_where_the_bytes_say_so():
     """The label follows the bytes that a replay touches, not the layers that were asked for."""
     x = bench.make_layers(TINY, dtype=torch.float32, device="cpu")
@@ -182,7 +195,9 @@ def test_needs_a_gpu(capsys, monkeypatch):
     assert bench.main(["--grid", "--shape", "16x2048"]) == 2
     capsys.readouterr()
     assert bench.main(["--grid", "--dry-run"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(decode_targets.grid())
+    cells = capsys.readouterr().out.splitlines()
+    assert len(cells) == len(decode_targets.grid()) + len(decode_targets.uneven_grid())
+    assert len(set(cells)) == len(cells)
 
 
 def test_percentiles():

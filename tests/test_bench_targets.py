@@ -185,3 +185,7 @@ def test_the_grid_fits_what_the_bench_makes(monkeypatch):
     assert decode_targets.MAX_CELL_BYTES == MAX_KV_BYTES
     assert (256, 262144, 16, 1, 128) in cells and (256, 262144, 32, 32, 128) not in cells
     assert {cell[2:] for cell in cells} == set(decode_targets.HEADS)
+    uneven = decode_targets.uneven_grid()
+    assert {lengths for *_, lengths in uneven} == {"uneven", "one_long"}
+    assert all(cell[0] > 1 and cell[:5] in cells for cell in uneven)
+    assert len(uneven) == pytest.approx(len([c for c in cells if c[0] > 1]) / 3, abs=1)

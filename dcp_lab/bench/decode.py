@@ -32,7 +32,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -57,8 +57,8 @@ MIN_COLD_BYTES = 200_000_000
 INFINITY_CACHE_BYTES = 256 << 20
 MIN_LAYERS = 8
 MAX_LAYERS = 512
-# All layers of a shape together: what an H200 holds beside the outputs and the check.
-MAX_KV_BYTES = 70_000_000_000
+# All layers of a shape together: what an H200 holds beside two gathers' copies of one layer.
+MAX_KV_BYTES = 40_000_000_000
 
 
 def cold_bytes() -> int:
@@ -485,6 +485,35 @@ def peer_variants(x: Layers) -> list[Variant]:
     return found
 
 
+def right_ones(
+    x: Layers,
+    variants: Sequence[Variant],
+    replays: Mapping[str, Callable[[], object]] | None = None,
+) -> list[Variant]:
+    """Return the variants whose results are right, and say which peers are left out.
+
+    Args:
+        x: The inputs.
+        variants: What to check, see check_variant.
+        replays: By op + variant, the graphs to check. Default: eager calls.
+
+    Raises:
+        RuntimeError: One of the lab's own variants is off.
+    """
+    peers = {peer.name for peer in DECODE_PEERS}
+    kept = []
+    for v in variants:
+        try:
+            check_variant(x, v, None if replays is None else replays[v.op + v.variant])
+        except RuntimeError as wrong:
+            if v.op not in peers:
+                raise
+            print(f"peer {v.op} {v.variant}: left out: {wrong}"[:300], file=sys.stderr)
+            continue
+        kept.append(v)
+    return kept
+
+
 def measure_shape(
     shape: DecodeShape,
     *,
@@ -512,17 +541,15 @@ def measure_shape(
     launches = {key: timing.kernel_launches(call) for key, call in calls.items()}
     graphs = {key: timing.capture_layers(call, x.layers) for key, call in calls.items()}
 
-    def check_replays() -> None:
-        for v in found:
-            check_variant(x, v, graphs[v.op + v.variant].replay)
-
-    check_replays()
+    replays = {key: graph.replay for key, graph in graphs.items()}
+    found = right_ones(x, found, replays)
+    graphs = {v.op + v.variant: graphs[v.op + v.variant] for v in found}
     in_graph = timing.graph_times(graphs, layers=x.layers, samples=samples)
     # Before any eager call, which gives a peer that allocates its LSE another one.
-    check_replays()
+    found = right_ones(x, found, replays)
+    calls = {v.op + v.variant: v.call for v in found}
     wall, host = timing.eager_times(calls, layers=x.layers, samples=max(5, samples // 2))
-    for v in found:
-        check_variant(x, v)
+    found = right_ones(x, found)
     floor_us = timing.percentiles(in_graph["read_pagesfloor"])[0]
     rows = []
     for v in found:
@@ -626,7 +653,9 @@ def main(args: list[str] | None = None) -> int:
     try:
         shapes = [parse_shape(s) for s in options.shape] if options.shape else DEFAULT_SHAPES
         if options.grid:
-            shapes = [DecodeShape(*cell) for cell in decode_targets.grid(MAX_KV_BYTES)]
+            shapes = [DecodeShape(*cell) for cell in decode_targets.grid()]
+            for *cell, lengths in decode_targets.uneven_grid():
+                shapes.append(DecodeShape(*cell, lengths=lengths))
     except ValueError as wrong:
         print(wrong, file=sys.stderr)
         return 2
