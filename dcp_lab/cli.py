@@ -127,15 +127,16 @@ def report(
         Path | None, typer.Option(help="Folder of the executed copies. Default: build.")
     ] = None,
 ) -> None:
-    """Write the HTML report anew from all executed copies that are there."""
-    from dcp_lab import notebooks
-    from dcp_lab.notebooks.report import write_report
+    """Write the lab as a site, build/site: the verdict, a page and slides for each notebook.
 
-    out = out or notebooks.find_root() / "build"
-    copies = sorted((out / "notebooks").glob("*.ipynb"))
-    if not copies:
-        raise NotebookError(f"no executed notebooks in {_shown(out / 'notebooks')}: dcp-lab run")
-    print(f"report: {_shown(write_report(copies, out / 'report.html'))}")
+    From the executed copies; from a notebook as committed where there is none, or an older one.
+    """
+    from dcp_lab import notebooks
+    from dcp_lab.notebooks.site import sources, write_site
+
+    root = notebooks.find_root()
+    out = out or root / "build"
+    print(f"report: {_shown(write_site(sources(root, out), out / 'site'))}")
 
 
 @app.command(context_settings=_HAND_OVER)
@@ -164,6 +165,12 @@ def bench(context: typer.Context) -> None:
 def amd_report(context: typer.Context) -> None:
     """Build the kernels for gfx942 and gfx950 without such a GPU; say what they use."""
     _hand_over("dcp_lab.bench.amd", context.args, "dcp-lab amd-report")
+
+
+@app.command(context_settings=_HAND_OVER)
+def serve(context: typer.Context) -> None:
+    """Start vLLM with one of the lab's parameter sets: `dcp-lab serve --help`."""
+    _hand_over("dcp_lab.serving.command", context.args, "dcp-lab serve")
 
 
 @app.command()

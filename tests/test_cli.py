@@ -104,7 +104,7 @@ def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
         (["run", "-p", "seed=1", "--check"], "leave out -p"),
         (["bench"], "bench: expected one of decode, reduce, stack, got ''"),
         (["bench", "prefill"], "bench: expected one of decode, reduce, stack, got 'prefill'"),
-        (["report"], "no executed notebooks in build/notebooks"),
+        (["report"], "no notebooks with outputs: dcp-lab run"),
         (["run", "01", "--out", "."], "out: the copy of 01_small would overwrite the notebook"),
         (["run", "--out", "pyproject.toml"], "out: expected a folder that can be written, got"),
         (["run", "--timeout", "inf"], "timeout: expected seconds from 1 up, finite, got inf"),
@@ -188,13 +188,13 @@ def test_list_shows_kinds_and_parameters(repository, capsys):
 
 
 def test_report_is_written_anew_from_copies(repository, capsys):
-    """`report` needs no kernel: it writes the page from the copies that are there."""
+    """`report` needs no kernel: it writes the site from the copies that are there."""
     copies = repository / "build" / "notebooks"
     copies.mkdir(parents=True)
     (repository / "notebooks" / "01_small.ipynb").rename(copies / "01_small.ipynb")
     assert status("report") == 0
-    assert capsys.readouterr().out == "report: build/report.html\n"
-    assert "A title" in (repository / "build" / "report.html").read_text()
+    assert capsys.readouterr().out == "report: build/site/index.html\n"
+    assert "A title" in (repository / "build" / "site" / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

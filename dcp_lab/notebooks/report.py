@@ -7,6 +7,7 @@ themselves), and no script at all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import os
 import re
@@ -20,6 +21,7 @@ from dcp_lab.notebooks.outputs import RECORD_TAG
 from dcp_lab.notebooks.parameters import NotebookError
 
 if TYPE_CHECKING:
+    from nbconvert import HTMLExporter
     from nbformat import NotebookNode
 
 _HERE = Path(__file__).parent
@@ -80,8 +82,11 @@ def write_report(copies: Sequence[Path], path: Path) -> Path:
     return path
 
 
-def _chapter(copy: Path, names: Collection[str]) -> Chapter:
-    """Return an executed notebook as part of a report that holds the notebooks `names`."""
+def _chapter(copy: Path, names: Collection[str], target: str = "#{}") -> Chapter:
+    """Return an executed notebook as part of a report that holds the notebooks `names`.
+
+    A link to one of them leads to target, with its name filled in.
+    """
     nb = read_notebook(copy)
     about = nb.metadata.get("dcp_lab")
     if not isinstance(about, dict) or about.get("kind") not in KINDS:
@@ -95,7 +100,7 @@ def _chapter(copy: Path, names: Collection[str]) -> Chapter:
         run=dict(about.get("run", {})),
         failed=any(output.output_type == "error" for output in outputs),
         headlines=_headlines(nb, copy.name),
-        body=_body(nb, copy.stem, names),
+        body=_body(nb, copy.stem, names, target),
     )
 
 
@@ -118,8 +123,20 @@ def _describe_figures(nb: NotebookNode) -> None:
                 output.metadata.setdefault("image/png", {}).setdefault("alt", f"Figure: {heading}")
 
 
-def _body(nb: NotebookNode, name: str, names: Collection[str]) -> str:
+def _body(nb: NotebookNode, name: str, names: Collection[str], target: str = "#{}") -> str:
     """Return a notebook's cells as HTML without scripts, ids and links made for one page."""
+    for cell in nb.cells:
+        # Ids of cells are only unique within their notebook.
+        cell.id = f"{name}-{cell.id}"
+    exporter = _exporter(frozenset(names), target)
+    body, _ = exporter.from_notebook_node(nb, resources={"record_tag": RECORD_TAG})
+    return re.sub(r"<script\b.*?</script>", "", body, flags=re.DOTALL | re.IGNORECASE)
+
+
+# An exporter takes longer to make than a slide to write.
+@functools.lru_cache(maxsize=8)
+def _exporter(names: frozenset[str], target: str) -> HTMLExporter:
+    """Return the exporter of cells whose links to one of names lead to target."""
     import jinja2
     from nbconvert import HTMLExporter
     from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
@@ -142,7 +159,9 @@ def _body(nb: NotebookNode, name: str, names: Collection[str]) -> str:
             other = re.fullmatch(r"(?:\./)?([\w-]+)\.ipynb", url)
             if other is None:
                 return super().link(text, url, title)
-            return super().link(text, f"#{other[1]}", title) if other[1] in names else text
+            if other[1] not in names:
+                return text
+            return super().link(text, target.format(other[1]), title)
 
     class Exporter(HTMLExporter):
         @jinja2.pass_context
@@ -150,14 +169,9 @@ def _body(nb: NotebookNode, name: str, names: Collection[str]) -> str:
             renderer = Renderer(escape=False, exclude_anchor_links=True)
             return MarkdownWithMath(renderer=renderer).render(source)
 
-    for cell in nb.cells:
-        # Ids of cells are only unique within their notebook.
-        cell.id = f"{name}-{cell.id}"
-    exporter = Exporter(
+    return Exporter(
         template_name="basic", raw_template=(_HERE / "report_cells.html.j2").read_text()
     )
-    body, _ = exporter.from_notebook_node(nb, resources={"record_tag": RECORD_TAG})
-    return re.sub(r"<script\b.*?</script>", "", body, flags=re.DOTALL | re.IGNORECASE)
 
 
 def _mathml(latex: str, display: str) -> str:
