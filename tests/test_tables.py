@@ -142,7 +142,7 @@ def test_data_folder_can_be_named(monkeypatch, tmp_path):
 
 def test_unknown_names_are_refused(monkeypatch, tmp_path):
     """A kind that does not exist, and a table that was not measured yet, are told apart."""
-    with pytest.raises(ValueError, match=r"KIND of \['decode', 'peers', .*got 'speed_h200'"):
+    with pytest.raises(ValueError, match=r"KIND of \['accuracy', 'decode', .*got 'speed_h200'"):
         tables.measured("speed_h200")
     (tmp_path / "published").mkdir()
     monkeypatch.setenv("DCP_LAB_DATA", str(tmp_path))

@@ -14,6 +14,7 @@ import pandera.pandas as pa
 
 from dcp_lab.bench import record
 from dcp_lab.bench.record import above, at_least, like, one_of, real, rule, table, text, whole
+from dcp_lab.serving import rows
 
 CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SHARE = pa.Check.in_range(0, 1, error="0 to 1")
@@ -267,10 +268,12 @@ COMPILED = {"amd_kernels": AMD_KERNELS}
 
 # A measured table is named KIND_MACHINE; tables of one kind share their columns.
 MEASURED = {
+    "accuracy": rows.ACCURACY,
     "decode": record.DECODE,
     "peers": PEERS,
     "probe": PROBE,
     "reduce": record.REDUCE,
+    "serve": rows.SERVE,
     "stack": record.STACK,
     "vllm": VLLM,
 }
