@@ -1,4 +1,4 @@
-"""AMD's AITER: its paged decode kernels, and the gathered path of the study that blamed the gather.
+"""AMD's AITER: its paged decode kernels, and study 1's own path over gathered KV.
 
 None of these has run on an AMD GPU yet. tests/test_peers_aiter.py holds every call against the
 signatures in tests/aiter_signatures.json, taken from AITER's source by tools/aiter_signatures.py;
