@@ -299,6 +299,11 @@ class Exchange:
             piece = AttnState(state.out[rows], state.lse[rows])
             output[rows].copy_(self.reducer(piece).out)
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of device memory that gather, reducer and the state hold."""
+        own = self._out.nbytes + self._lse.nbytes
+        return own + self.gather.memory_bytes() + self.reducer.memory_bytes()
+
     def check(self) -> None:
         """Raise RuntimeError when a peer was silent ('direct' only). No sync."""
         for part in (self.gather, self.reducer):
