@@ -90,3 +90,31 @@ def test_bad_shards_are_refused(arguments: tuple, message: str) -> None:
     """A Shard that cannot be names the argument that is wrong."""
     with pytest.raises(ValueError, match=message):
         Shard(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32], ids=str)
+def test_narrow_integers_do_not_wrap(dtype: torch.dtype) -> None:
+    """Tensors too narrow for a turn of the dealing give what int64 gives."""
+    values = torch.tensor([0, 1, 63, 64, 127])
+    for shard in (Shard(1, 4, 64), Shard(3, 8, 2**13), Shard(0, 2, 2**31)):
+        narrow = values.to(dtype)
+        assert torch.equal(shard.local_seq_lens(narrow), shard.local_seq_lens(values))
+        for method in (shard.owner, shard.local_position, shard.global_position):
+            assert torch.equal(method(narrow).long(), method(values))
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), torch.ones(2, dtype=torch.bool), 1.0, None, True]
+)
+def test_what_is_no_integer_is_refused(value: object) -> None:
+    """Positions and lengths are whole numbers; floats and bools are named, not rounded."""
+    shard = Shard(0, 2)
+    for method in (shard.owner, shard.local_position, shard.global_position):
+        with pytest.raises(ValueError, match="position: expected an int"):
+            method(value)
+    with pytest.raises(ValueError, match="global_seq_lens: expected an integer tensor"):
+        shard.local_seq_lens(value)
+    with pytest.raises(ValueError, match="global_seq_lens: expected an integer tensor, got 3"):
+        shard.local_seq_lens(3)
+    with pytest.raises(ValueError, match="rank: expected an int"):
+        Shard(True, 2)
