@@ -322,7 +322,6 @@ class Stack:
         self._parts: dict[object, object] = {}
         self._sections: list[Callable[[], object]] | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._pool: object = None
 
     # ---- what a rank has -------------------------------------------------------------------
 
@@ -821,7 +820,6 @@ class Stack:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-            self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -832,18 +830,19 @@ class Stack:
         """Return what replays each call: a graph, on the CPU a recording.
 
         Not graphs.capture, which watches the step and collects garbage for each graph: 95 of them
-        would take longer than the measurement. All share one pool: they run one after the other,
-        and nothing but the stack's own buffers lives from one to the next.
+        would take longer than the measurement. The graphs of a step share a pool: they run one
+        after the other, and nothing but the stack's own buffers lives from one to the next. The
+        next step gets its own: torch refuses a pool whose graphs are all gone.
         """
         if self.device.type != "cuda":
             return [record(call, warmup=0, device=self.device).replay for call in calls]
         gc.collect()
         torch.cuda.synchronize()
-        found = []
+        found, pool = [], torch.cuda.graph_pool_handle()
         with self._capture_stream():
             for call in calls:
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     call()
                 finally:
@@ -875,10 +874,17 @@ class Stack:
             prepare()
             for index in range(count):
                 attend(index)
+        names = [call.name for call in between.calls]
+        if self.device.type == "cpu":
+            # gloo's reduce-scatter ends with a copy of its own.
+            pairs = zip(names, names[1:], strict=False)
+            extra = sum("reduce_scatter" in one and "copy_" in two for one, two in pairs)
+        else:
+            extra = 0
         found = {
             "pieces": len(pieces.calls),
-            "between": len(between.calls),
-            "collectives": sum(call.name.startswith("c10d") for call in between.calls),
+            "between": len(names) - extra,
+            "collectives": sum(name.startswith("c10d") for name in names),
             "host_syncs": len(between.syncs),
             "graphs": {"eager": 0, "piecewise": count + 1, "full": 1}[corner.mode],
         }
