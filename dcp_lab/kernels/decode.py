@@ -28,6 +28,7 @@ from dcp_lab.kernels.fp8 import unpack_fp8
 from dcp_lab.kernels.primitives import (
     LN2,
     LOG2E,
+    merge_step,
     merge_weight,
     power_of_two,
     row_max,
@@ -426,12 +427,8 @@ def _decode_kernel(
     if HAS_SINKS:  # noqa: SIM102 - a constexpr branch around one of the device
         if write_result:
             sink = tl.load(sinks_ptr + head, mask=mask_row, other=float("-inf")) * LOG2E
-            m_new = tl.maximum(m_i, sink)
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = tl.exp2(m_i - base)
-            l_i = l_i * alpha + tl.exp2(sink - base)
+            _, alpha, m_i, l_i = merge_step(sink, m_i, l_i, BASE_2=True)
             acc = acc * alpha[:, None]
-            m_i = m_new
     seen = l_i > 0.0
     acc = acc * tl.where(seen, v_scale / LIFT / tl.where(seen, l_i, 1.0), 0.0)[:, None]
     lse2 = tl.where(seen, m_i + tl.log2(tl.where(seen, l_i, 1.0)), float("-inf"))
@@ -555,11 +552,8 @@ def _reduce_kernel(
         m_i = m_new
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head) * LOG2E
-        m_new = tl.maximum(m_i, sink)
-        alpha = merge_weight(m_i, m_new)
+        _, alpha, m_i, l_i = merge_step(sink, m_i, l_i, BASE_2=True)
         acc = acc * alpha
-        l_i = l_i * alpha + merge_weight(sink, m_new)
-        m_i = m_new
     seen = l_i > 0.0
     acc = acc * tl.where(seen, 1.0 / tl.where(seen, l_i, 1.0), 0.0)
     lse = tl.where(seen, (m_i + tl.log2(tl.where(seen, l_i, 1.0))) * LN2, float("-inf"))

@@ -54,7 +54,8 @@ import triton
 import triton.language as tl
 
 from dcp_lab.kernels import interpreter_safe
-from dcp_lab.kernels.merge import clean_lse, merge_step, merged_lse
+from dcp_lab.kernels.merge import clean_lse, merged_lse
+from dcp_lab.kernels.primitives import merge_step
 
 CONTROL_BYTES = 256
 # Words of 8 bytes: the count and the record lie in lines of their own.
@@ -364,7 +365,9 @@ def _merge_rows(my_outs, my_lses, merged_out_ptr, merged_lse_ptr, slots_out, slo
             part_lse = lses[i * SIZE + n].to(tl.float32, bitcast=True)
             part_out = _numbers(outs[i * SIZE + n], KIND)
             part_out = tl.where(part_lse == float("-inf"), 0.0, part_out)
-            weight, factor, lse_max, weight_sum = merge_step(part_lse, lse_max, weight_sum)
+            weight, factor, lse_max, weight_sum = merge_step(
+                part_lse, lse_max, weight_sum, BASE_2=False
+            )
             acc = acc * factor + part_out * weight
             if n != RANK:
                 slot = slots_out + n * stride_slot_out + start + offs_w

@@ -23,26 +23,13 @@ import triton
 import triton.language as tl
 
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
+from dcp_lab.kernels.primitives import merge_step, or_zero
 
 
 @triton.jit
 def clean_lse(lse):
     """Return lse with NaN and +inf, which mark an empty shard, as -inf."""
     return tl.where(lse < float("inf"), lse, float("-inf"))
-
-
-@triton.jit
-def merge_step(lse, lse_max, weight_sum):
-    """Take one more natural-log LSE into a running sum of weights over the running maximum.
-
-    Returns (weight of lse, factor for everything summed before, new maximum, new sum of weights).
-    """
-    new_max = tl.maximum(lse_max, lse)
-    # Nothing but empty shards so far: -inf - -inf would be NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp(lse - shift)
-    factor = tl.exp(lse_max - shift)
-    return weight, factor, new_max, weight_sum * factor + weight
 
 
 @triton.jit
@@ -94,7 +81,9 @@ def _merge_kernel(
         # Not masked by emptiness: the load need not wait for the LSE.
         state_out = tl.load(outs_ptrs, mask=mask, other=0.0).to(tl.float32)
         state_out = tl.where((state_lse == float("-inf"))[:, None], 0.0, state_out)
-        weight, factor, lse_max, weight_sum = merge_step(state_lse, lse_max, weight_sum)
+        weight, factor, lse_max, weight_sum = merge_step(
+            state_lse, lse_max, weight_sum, BASE_2=False
+        )
         acc = acc * factor[:, None] + state_out * weight[:, None]
         lses_ptrs += stride_lses_n
         outs_ptrs += stride_outs_n
@@ -184,11 +173,10 @@ def _rescale_kernel(
     for n in tl.range(NUM_RANKS, loop_unroll_factor=8):
         rank_lse = clean_lse(tl.load(lses_ptrs, mask=mask_row, other=float("-inf")))
         own_lse = tl.where(rank == n, rank_lse, own_lse)
-        _, _, lse_max, weight_sum = merge_step(rank_lse, lse_max, weight_sum)
+        _, _, lse_max, weight_sum = merge_step(rank_lse, lse_max, weight_sum, BASE_2=False)
         lses_ptrs += stride_lses_n
     lse, divisor = merged_lse(lse_max, weight_sum)
-    shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
-    weight = tl.exp(own_lse - shift) / divisor
+    weight = tl.exp(own_lse - or_zero(lse_max)) / divisor
 
     # [BLOCK_ROWS, BLOCK_D]
     out_ptrs = out_ptr + (t * stride_out_t + h * stride_out_h)[:, None] + offs_d[None, :]

@@ -46,6 +46,12 @@ def split_tiles(num_tiles, num_splits):
 
 
 @triton.jit
+def or_zero(maximum):
+    """Return a running maximum, 0 where nothing was seen (-inf): -inf - -inf would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
 def softmax_update(scores, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
     """One online-softmax step in base 2: return (p, alpha, m_new, l_new) for scores [M, N].
 
@@ -55,7 +61,7 @@ def softmax_update(scores, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
     m_new = tl.maximum(m_i, tl.max(scores, 1))
     base = m_new
     if MAY_BE_EMPTY:
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        base = or_zero(m_new)
     p = tl.exp2(scores - base[:, None])
     alpha = tl.exp2(m_i - base)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
@@ -64,8 +70,25 @@ def softmax_update(scores, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
 @triton.jit
 def merge_weight(lse2, lse2_max):
     """Return exp2(lse2 - lse2_max), 0 where there is nothing to weigh (all -inf)."""
-    base = tl.where(lse2_max == float("-inf"), 0.0, lse2_max)
-    return tl.exp2(lse2 - base)
+    return tl.exp2(lse2 - or_zero(lse2_max))
+
+
+@triton.jit
+def merge_step(lse, lse_max, weight_sum, BASE_2: tl.constexpr):
+    """Take one more LSE (or sink) into a running sum of weights over the running maximum.
+
+    In base 2 or natural. Returns (weight of lse, factor for everything summed before, new maximum,
+    new sum of weights).
+    """
+    new_max = tl.maximum(lse_max, lse)
+    if BASE_2:
+        weight = merge_weight(lse, new_max)
+        factor = merge_weight(lse_max, new_max)
+    else:
+        base = or_zero(new_max)
+        weight = tl.exp(lse - base)
+        factor = tl.exp(lse_max - base)
+    return weight, factor, new_max, weight_sum * factor + weight
 
 
 @triton.jit

@@ -22,6 +22,7 @@ import triton.language as tl
 from dcp_lab.kernels.primitives import (
     LN2,
     LOG2E,
+    merge_step,
     soft_cap,
     softmax_update,
     split_tiles,
@@ -212,12 +213,8 @@ def _varlen_kernel(
     if HAS_SINKS:  # noqa: SIM102 - a constexpr branch around one of the device
         if write_result:
             sink = tl.load(sinks_ptr + head, mask=mask_m, other=float("-inf")) * LOG2E
-            m_new = tl.maximum(m_i, sink)
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = tl.exp2(m_i - base)
-            l_i = l_i * alpha + tl.exp2(sink - base)
+            _, alpha, m_i, l_i = merge_step(sink, m_i, l_i, BASE_2=True)
             acc = acc * alpha[:, None]
-            m_i = m_new
     seen = l_i > 0.0
     total = tl.where(seen, l_i, 1.0)
     acc = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]
