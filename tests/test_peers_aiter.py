@@ -73,7 +73,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> bench.Layers:
 
 
 def test_paged_attention_v1_fits(monkeypatch):
-    """It gets NHD caches, a workspace of the partitions' bytes, and writes into the right layer."""
+    """It gets NHD caches and a workspace of the partitions' bytes, and writes the right layer."""
 
     def behaviour(out, query, key_cache, value_cache, block_tables, context_lens, scale, **rest):
         assert rest["kv_cache_layout"] == "NHD" and rest["partition_size"] == 256
