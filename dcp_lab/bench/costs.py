@@ -356,6 +356,29 @@ def timeline(
     return Timeline(step_us=step_us, host_us=host * max(host_scales), gpu_us=gpu)
 
 
+def queue_spans(layer: Sequence[Work], layers: int) -> tuple[list[tuple[float, float]], ...]:
+    """Return (begin, end) in us of each call on the host, and of its work on the GPU.
+
+    By the rules of timeline, one rank. The host's spans leave out what it waits.
+
+    Args:
+        layer: One layer's calls.
+        layers: How often.
+    """
+    host = gpu = 0.0
+    host_spans, gpu_spans = [], []
+    for call in [*layer] * layers:
+        host_spans.append((host, host + call.host_us))
+        host += call.host_us
+        if call.gpu_us:
+            start = max(host, gpu)
+            gpu = start + call.gpu_us
+            gpu_spans.append((start, gpu))
+        if call.sync:
+            host = max(host, gpu)
+    return host_spans, gpu_spans
+
+
 @dataclasses.dataclass(frozen=True)
 class StepConstants:
     """What a machine's launches, kernels and exchanges cost; all but the bandwidths in us.
