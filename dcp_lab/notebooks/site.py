@@ -169,6 +169,8 @@ def _part(
     """Return some cells of a notebook as HTML."""
     part = copying.copy(nb)
     part.cells = [copying.deepcopy(cell) for cell in cells]
+    for number, cell in enumerate(part.cells):
+        cell.id = str(number)
     return _body(part, "slide", names, target)
 
 
