@@ -184,9 +184,9 @@ def answer(
     *,
     ranks: int = 1,
     reducer: str = "a2a",
-    fault: str = "none",
+    faults: Sequence[str] = ("none",),
     timeout_s: float = 240.0,
-) -> Answers:
+) -> dict[str, Answers]:
     """Answer questions with the lab's paged decode on a simulated DCP group.
 
     The prompt is attended whole and its KV written into each rank's pages; each further token is a
@@ -197,44 +197,70 @@ def answer(
         items: The questions, all of one length.
         ranks: DCP group size, a divisor of the 4 query heads.
         reducer: "ag_rs" or "a2a".
-        fault: "none"; "off_by_one": each rank counts ceil(length / ranks) tokens as its own, so
-            all but the first read a slot that was never written when the length does not divide
-            (memory that is not in use holds NaN here); "lse_base": the merge takes natural LSEs
-            for base-2 ones.
+        faults: What to do wrong, one after the other. "none"; "off_by_one": each rank counts
+            ceil(length / ranks) tokens as its own, so all but the first read a slot that was never
+            written when the length does not divide (it holds NaN here, which the merge takes for
+            an empty shard, so that all of the rank's tokens vanish); "lse_base": the merge takes
+            natural LSEs for base-2 ones.
         timeout_s: For all ranks.
 
     Returns:
-        The answers, equal on all ranks.
+        For each fault the answers, which are equal on all ranks.
 
     Raises:
-        ValueError: fault is unknown, or prompts differ in length.
+        ValueError: A fault is unknown, or prompts differ in length.
     """
-    if fault not in FAULTS:
-        raise ValueError(f"fault: expected one of {', '.join(FAULTS)}, got {fault!r}")
+    for fault in faults:
+        if fault not in FAULTS:
+            raise ValueError(f"faults: expected some of {', '.join(FAULTS)}, got {fault!r}")
     if len({len(item.prompt) for item in items}) != 1:
         raise ValueError("items: expected prompts of one length")
     texts = torch.tensor([encode(item.prompt + item.answer) for item in items])
-    logits = run_ranks(
-        decode_rank,
+    found = run_ranks(
+        decode_all,
         ranks,
-        args=(dict(weights), texts, reducer, fault),
+        args=(dict(weights), texts, reducer, tuple(faults)),
         timeout_s=timeout_s,
     )[0]
     right = texts[:, -ANSWER:]
-    tokens = logits.argmax(-1)
-    logprobs = logits.log_softmax(-1).gather(-1, right[..., None])
-    return Answers(
-        tokens=tokens,
-        logits=logits,
-        exact=(tokens == right).all(-1).float().mean().item(),
-        mean_logprob=logprobs.mean().item(),
-    )
+    answers = {}
+    for fault, logits in zip(faults, found, strict=True):
+        tokens = logits.argmax(-1)
+        logprobs = logits.log_softmax(-1).gather(-1, right[..., None])
+        answers[fault] = Answers(
+            tokens=tokens,
+            logits=logits,
+            exact=(tokens == right).all(-1).float().mean().item(),
+            mean_logprob=logprobs.mean().item(),
+        )
+    return answers
+
+
+def decode_all(
+    rank: int,
+    size: int,
+    weights: Weights,
+    texts: torch.Tensor,
+    reducer_name: str,
+    faults: Sequence[str],
+) -> list[torch.Tensor]:
+    """Be one rank of `answer`: `decode_rank` for each fault.
+
+    Args:
+        rank: This rank.
+        size: Ranks.
+        weights: See `forward`.
+        texts: [items, T] prompts with the right answers behind them.
+        reducer_name: See `answer`.
+        faults: See `answer`.
+    """
+    return [decode_rank(rank, size, weights, texts, reducer_name, fault) for fault in faults]
 
 
 def decode_rank(
     rank: int, size: int, weights: Weights, texts: torch.Tensor, reducer_name: str, fault: str
 ) -> torch.Tensor:
-    """Be one rank of `answer`: return the logits of the answers' tokens.
+    """Decode every item's answer on one rank: return the logits of its tokens.
 
     Args:
         rank: This rank.
