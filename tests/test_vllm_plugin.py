@@ -254,9 +254,9 @@ def test_long_prefills_go_through_the_reducer_in_pieces():
         max_tokens = MAX_REDUCER_TOKENS
         seen: list[int] = []
 
-        def __call__(self, state: Any) -> Any:
+        def __call__(self, state: Any, *, out: torch.Tensor) -> None:
             self.seen.append(len(state.out))
-            return types.SimpleNamespace(out=state.out[:, :2] + 1)
+            out.copy_(state.out[:, :2] + 1)
 
     exchange = Exchange.__new__(Exchange)
     exchange.reducer = Reducer()
@@ -266,3 +266,26 @@ def test_long_prefills_go_through_the_reducer_in_pieces():
     exchange.reduce(state, output)
     assert Reducer.seen == [MAX_REDUCER_TOKENS, MAX_REDUCER_TOKENS, 5]
     assert torch.equal(output, state.out[:, :2] + 1)
+
+
+def test_a_reducer_writes_where_it_is_told(tmp_path: Any):
+    """With out= the merged heads land there, at no copy; another shape or stride is refused."""
+    import torch.distributed as dist
+
+    from dcp_lab import AttnState, make_reducer
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'r'}", rank=0, world_size=1)
+    try:
+        sizes = {"max_tokens": 4, "num_q_heads": 2, "head_dim": 16, "dtype": torch.float32}
+        reducer = make_reducer("a2a", group=None, device="cpu", **sizes)
+        state = AttnState(torch.randn(3, 2, 16), torch.zeros(3, 2))
+        output = torch.full((5, 2, 16), torch.nan)
+        merged = reducer(state, out=output[1:4])
+        assert merged.out.data_ptr() == output[1].data_ptr()
+        assert torch.equal(output[1:4], state.out) and output[[0, 4]].isnan().all()
+        with pytest.raises(ValueError, match="out: expected"):
+            reducer(state, out=output[:2])
+        with pytest.raises(ValueError, match="out: expected a contiguous tensor"):
+            reducer(state, out=torch.empty(3, 2, 32)[..., :16])
+    finally:
+        dist.destroy_process_group()

@@ -97,25 +97,34 @@ class Reducer(abc.ABC):
         if self.size > 1:
             self._allocate()
 
-    def __call__(self, state: AttnState) -> AttnState:
+    def __call__(self, state: AttnState, *, out: torch.Tensor | None = None) -> AttnState:
         """Return this rank's heads, merged: out [T, Hq / size, D], lse fp32 [T, Hq / size].
 
         Args:
             state: This rank's out [T, Hq, D] in `dtype`, last dim contiguous, any other strides,
                 and lse fp32 [T, Hq], any strides; T <= max_tokens, the same on all ranks. T = 0
                 returns an empty state without any communication.
+            out: [T, Hq / size, D] in `dtype`, contiguous, written in place of the reducer's own.
+                Default: the reducer's own, or what write_to set.
         """
-        out, lse = self._check_state(state)
-        num_tokens = out.shape[0]
-        merged = AttnState(self._out[:num_tokens], self._lse[:num_tokens])
+        theirs, lse = self._check_state(state)
+        num_tokens = theirs.shape[0]
+        if out is None:
+            out = self._out[:num_tokens]
+        else:
+            shape = (num_tokens, self.heads_per_rank, self.head_dim)
+            check_tensor("out", out, dtypes=(self.dtype,), shape=shape, device=self.device)
+            if not out.is_contiguous():
+                fail("out", "a contiguous tensor", f"stride {out.stride()}")
+        merged = AttnState(out, self._lse[:num_tokens])
         if num_tokens == 0:
             return merged
         if self.size == 1:
             # Not the input itself: an empty row is cleaned and the result has one owner at any
             # size.
-            launch_merge(outs=out[None], lses=lse[None], out=merged.out, lse=merged.lse)
+            launch_merge(outs=theirs[None], lses=lse[None], out=merged.out, lse=merged.lse)
         else:
-            self._reduce(out, lse, merged)
+            self._reduce(theirs, lse, merged)
         return merged
 
     def write_to(self, out: torch.Tensor, lse: torch.Tensor) -> None:

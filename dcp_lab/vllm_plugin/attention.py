@@ -287,6 +287,12 @@ class Exchange:
         rows = (max_tokens, num_q_heads)
         self._out = torch.empty(*rows, shape.head_dim, dtype=shape.q_dtype, device=device)
         self._lse = torch.empty(rows, dtype=torch.float32, device=device)
+        # A first call connects the ranks and compiles, which must not happen inside a capture.
+        q = torch.zeros(1, shape.num_q_heads, shape.head_dim, dtype=shape.q_dtype, device=device)
+        zero = AttnState(
+            self.gather(q), torch.zeros(1, num_q_heads, dtype=torch.float32, device=device)
+        )
+        self.reduce(zero, torch.empty_like(q))
 
     def state(self, num_tokens: int) -> AttnState:
         """Return where this rank's attention of all heads goes."""
@@ -297,7 +303,7 @@ class Exchange:
         for start in range(0, len(output), self.reducer.max_tokens):
             rows = slice(start, start + self.reducer.max_tokens)
             piece = AttnState(state.out[rows], state.lse[rows])
-            output[rows].copy_(self.reducer(piece).out)
+            self.reducer(piece, out=output[rows])
 
     def memory_bytes(self) -> int:
         """Return the bytes of device memory that gather, reducer and the state hold."""
