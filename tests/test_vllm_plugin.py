@@ -289,3 +289,21 @@ def test_a_reducer_writes_where_it_is_told(tmp_path: Any):
             reducer(state, out=torch.empty(3, 2, 32)[..., :16])
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("0.32.0+cpu", r"run \S+ on 2 CPU cores"),
+        ("0.33.0", r"checked \S+ against its code, never run"),
+        ("0.29.0", "neither run nor checked; 0.23.0, 0.25.1"),
+        ("main", "neither run nor checked"),
+    ],
+)
+def test_what_was_run_is_told_from_what_was_checked(version: str, status: str):
+    """A release that nobody ran is never called run."""
+    import re
+
+    from dcp_lab.vllm_plugin.record import status_of
+
+    assert re.match(status, status_of(version))
