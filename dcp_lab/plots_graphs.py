@@ -95,7 +95,7 @@ def cost_of_a_launch(table: pd.DataFrame) -> Figure:
     Args:
         table: One row a case: added_us (a layer), launches (a layer), fill, source.
     """
-    fig, axes = plots.figure(1, 2, size=(13, 6.5), sharey=True)
+    fig, axes = plots.figure(1, 2, size=(13, 7), sharey=True)
     each = table.added_us / table.launches
     for ax, values, label in zip(
         axes,
@@ -114,7 +114,7 @@ def cost_of_a_launch(table: pd.DataFrame) -> Figure:
         Patch(color=plots.SKY, label="measured, H200"),
         Patch(color=plots.VERMILION, label="published, MI355X"),
     ]
-    fig.legend(handles=handles, loc="outside lower right", ncols=2)
+    axes[1].legend(handles=handles, loc="upper right")
     return plots.finding(
         fig,
         "No single cost of a launch explains what PIECEWISE adds",
