@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dcp_lab.notebooks.books import NEEDS
+from dcp_lab.vllm_plugin.record import status_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -575,7 +576,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
         triton += f", numpy {packages.get('numpy')}" if probe.mode == "interpreted" else ""
         triton += ": a decode ran and was right" if probe.works else f": {probe.error}"
     lines.append(("triton", triton))
-    lines.append(("vllm", packages["vllm"] or "none"))
+    vllm = packages["vllm"]
+    lines.append(("vllm", f"{vllm}; our backend: {status_of(vllm)}" if vllm else "none"))
     aiter = report.aiter
     words = {
         "amd": f"AMD's {aiter.version or '(version unknown)'} at {aiter.place}",

@@ -443,7 +443,7 @@ def test_facts_of_a_gpu_machine(aiter, words):
     report = doctor.Report(
         host=no(driver="570.1", compute="CUDA 12.8"),
         gpus=[H200],
-        packages=PACKAGES,
+        packages={**PACKAGES, "vllm": "0.33.0"},
         probe=doctor.Probe(False, "OSError: no libcuda", torch_build="cuda 13.0"),
         aiter=aiter,
         notebooks=[],
@@ -455,3 +455,4 @@ def test_facts_of_a_gpu_machine(aiter, words):
     assert told["torch"] == "2.13.0+cpu, built for cuda 13.0"
     assert told["triton"] == "3.9.0: OSError: no libcuda"
     assert told["aiter"].startswith(words)
+    assert told["vllm"].startswith("0.33.0; our backend: checked 20")
