@@ -67,3 +67,22 @@ def test_a_fit_build_has_no_fault():
     fit = {"vgpr_spills": 0, "sgpr_spills": 0, "scratch_bytes": 0}
     assert build(**fit, lds_bytes=65536).faults() == []
     assert build(**fit, arch="gfx950").faults() == []
+
+
+def test_a_kernel_is_named_by_its_module():
+    """Two modules may have a kernel of one name; what is asked of it goes by the name alone."""
+    fit = {"vgpr_spills": 0, "sgpr_spills": 0, "scratch_bytes": 0, "lds_bytes": 0, "mfma": ""}
+    assert "no MFMA" in build(**fit, kernel="decode._decode_kernel").faults()[0]
+    assert build(**fit, kernel="decode._reduce_kernel").faults() == []
+
+
+def test_the_device_that_was_active_is_given_back():
+    """Building for an absent GPU leaves Triton's driver and its launches as they were."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    before = driver._active, JITFunction.run
+    with pytest.raises(KeyError), amd._catching_launches("gfx950", []):
+        assert driver.active.get_current_target().arch == "gfx950"
+        raise KeyError
+    assert (driver._active, JITFunction.run) == before

@@ -40,7 +40,8 @@ class Build:
     """What one kernel uses on one architecture.
 
     Attributes:
-        arch, kernel, case: What was built; case is the call that launches it.
+        arch, kernel, case: What was built; kernel is module.function, as in decode._reduce_kernel,
+            and case is the call that launches it.
         num_warps, num_stages: Of the launch.
         vgprs, agprs, sgprs: Registers; waves_per_simd follows from vgprs + agprs.
         vgpr_spills, sgpr_spills, scratch_bytes: All 0 in a kernel that fits.
@@ -76,7 +77,8 @@ class Build:
                 found.append(f"{name} = {getattr(self, name)}, expected 0")
         if self.lds_bytes > LDS_LIMIT[self.arch]:
             found.append(f"lds_bytes = {self.lds_bytes}, the chip has {LDS_LIMIT[self.arch]}")
-        if self.kernel in ("_decode_kernel", "_mla_decode_kernel", "_varlen_kernel"):
+        name = self.kernel.rpartition(".")[2]
+        if name in ("_decode_kernel", "_mla_decode_kernel", "_varlen_kernel"):
             # fp32 has no wide MFMA: its dots may become plain FMAs.
             if "float32" not in self.case and not self.mfma:
                 found.append("no MFMA, expected matrix instructions in both products")
@@ -157,23 +159,31 @@ def _catching_launches(arch: str, caught: list[tuple[str, object]]) -> Iterator[
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        caught.append((self.__name__, compiled))
+        module = self.fn.__module__.rpartition(".")[2]
+        caught.append((f"{module}.{self.__name__}", compiled))
         return compiled
 
+    # Not driver.active, which fails where there is no GPU.
+    before = driver._active
     driver.set_active(AbsentDevice())
     JITFunction.run = compile_only
     try:
         yield
     finally:
         JITFunction.run = launch
+        driver.set_active(before)
 
 
-def cases() -> dict[str, Callable[[], object]]:
-    """Return calls that between them launch every kernel in every config that AMD would use."""
+def cases(arch: str) -> dict[str, Callable[[], object]]:
+    """Return calls that between them launch every kernel in every config that AMD would use.
+
+    The fp8 of gfx942 is e4m3fnuz, that of gfx950 e4m3fn.
+    """
     import torch
 
     from dcp_lab.kernels import exchange as direct
     from dcp_lab.kernels import merge
+    from dcp_lab.kernels.probe import _read_pages_kernel
     from dcp_lab.ops.decode import paged_decode
     from dcp_lab.ops.gather import gather_decode, gather_kv
     from dcp_lab.ops.kv_write import write_kv
@@ -211,9 +221,11 @@ def cases() -> dict[str, Callable[[], object]]:
                 continue
             name = "{}x{} {}q/{}kv d{}".format(*shape) + f" {str(dtype).removeprefix('torch.')}"
             found[f"decode {name}"] = lambda s=shape, d=dtype: paged_decode(*inputs(*s, d))
-            for gather in ("per_token", "per_page"):
-                found[f"gather_decode {gather} {name}"] = lambda s=shape, d=dtype, g=gather: (
-                    gather_decode(*inputs(*s, d), gather=g)
+            for gather, attend in (("per_token", "prefill"), ("per_page", "split")):
+                found[f"gather_decode {gather} {attend} {name}"] = (
+                    lambda s=shape, d=dtype, g=gather, a=attend: gather_decode(
+                        *inputs(*s, d), gather=g, attend=a
+                    )
                 )
     shape = (16, 8192, 16, 1, 128)
     found["decode 1 split bfloat16"] = lambda: paged_decode(*inputs(*shape, bf16), num_splits=1)
@@ -226,10 +238,65 @@ def cases() -> dict[str, Callable[[], object]]:
         *inputs(*shape, bf16), sliding_window=128, softcap=30.0, sinks=torch.empty(16)
     )
 
-    def write() -> None:
+    found["gather_decode published bfloat16"] = lambda: gather_decode(
+        *inputs(*shape, bf16), gather="published"
+    )
+    for attend in ("prefill", "split"):
+        found[f"gather_decode {attend} 4 query tokens bfloat16"] = lambda a=attend: gather_decode(
+            *inputs(*shape, bf16, queries=4), query_start_loc=start, max_query_len=4, attend=a
+        )
+        found[f"gather_decode {attend} window softcap sinks bfloat16"] = lambda a=attend: (
+            gather_decode(
+                *inputs(*shape, bf16),
+                sliding_window=128,
+                softcap=30.0,
+                sinks=torch.empty(16),
+                attend=a,
+            )
+        )
+
+    own_fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+
+    def caches(dtype: torch.dtype, layout: str) -> dict[str, object]:
+        """Return one KV head of 128 dims in pages of 16."""
+        x = 16 // dtype.itemsize
+        shapes = {
+            "NHD": ((4, 16, 1, 128), (4, 16, 1, 128)),
+            "SHUFFLE": ((4, 1, 128 // x, 16, x), (4, 1, 16 // x, 128, x)),
+        }[layout]
+        k_cache, v_cache = (torch.empty(s, dtype=dtype) for s in shapes)
+        scales = {}
+        if dtype == own_fp8:
+            scales = {"k_scale": 0.5, "v_scale": torch.empty(1)}
+        return {"k_cache": k_cache, "v_cache": v_cache, "kv_layout": layout, **scales}
+
+    def write(dtype: torch.dtype, layout: str) -> None:
         rows = torch.empty(16, 1, 128, dtype=bf16)
-        _, k_cache, v_cache, *_ = inputs(*shape, bf16)
-        write_kv(rows, rows, k_cache, v_cache, torch.empty(16, dtype=torch.int64))
+        slots = torch.empty(16, dtype=torch.int64)
+        write_kv(rows, rows, slot_mapping=slots, **caches(dtype, layout))
+
+    def gather(dtype: torch.dtype, layout: str, how: str) -> None:
+        table, lens = inputs(*shape, bf16)[3:]
+        gather_kv(block_table=table, seq_lens=lens, gather=how, **caches(dtype, layout))
+
+    for dtype in (bf16, own_fp8):
+        for layout in ("NHD", "SHUFFLE"):
+            name = f"{layout} {str(dtype).removeprefix('torch.')}"
+            found[f"write_kv {name}"] = lambda d=dtype, x=layout: write(d, x)
+            for how in ("per_token", "per_page"):
+                found[f"gather_kv {how} {name}"] = lambda d=dtype, x=layout, g=how: gather(d, x, g)
+
+    def read_pages() -> None:
+        _read_pages_kernel[(4,)](
+            source_ptr=torch.empty(4, 2048, dtype=torch.int32),
+            table_ptr=torch.empty(4, dtype=torch.int32),
+            sink_ptr=torch.empty(4, dtype=torch.int32),
+            stride_page=2048,
+            BLOCK=2048,
+            STEPS=1,
+        )
+
+    found["read_pages of 16 tokens, 1 KV head of 128 bfloat16"] = read_pages
 
     def mla(heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, queries: int = 1, **options):
         q = torch.empty(16 * queries, heads, 576, dtype=dtype)
@@ -254,9 +321,6 @@ def cases() -> dict[str, Callable[[], object]]:
                 torch.empty(16, dtype=torch.int64),
             )
         )
-
-    found["write_kv bfloat16"] = write
-    found["gather_kv bfloat16"] = lambda: gather_kv(*inputs(*shape, bf16)[1:])
 
     def exchange() -> None:
         out, lse = torch.empty(16, 16, 128, dtype=bf16), torch.empty(16, 16)
@@ -303,7 +367,7 @@ def collect() -> list[Build]:
 
     builds: dict[tuple[object, ...], Build] = {}
     for arch in LDS_LIMIT:
-        for case, call in tqdm(cases().items(), desc=arch, file=sys.stderr, leave=False):
+        for case, call in tqdm(cases(arch).items(), desc=arch, file=sys.stderr, leave=False):
             caught: list[tuple[str, object]] = []
             with (
                 planning_for(Device("hip", COMPUTE_UNITS[arch])),

@@ -634,8 +634,9 @@ def _plan_attention(
     q, k, v = map(interpreter_safe, (a.q, workspace.k, workspace.v))
     group = a.num_q_heads // a.num_kv_heads
     num_splits = a.num_splits or 1
+    device = device_of(a.q.device)
     if attend == "split" and a.num_splits is None:
-        num_splits = choose_num_splits(a, device_of(a.q.device))
+        num_splits = choose_num_splits(a, device)
     # The same call over one page that holds all requests, so that the split scheme is decode's.
     whole = dataclasses.replace(
         a,
@@ -652,6 +653,12 @@ def _plan_attention(
         config = choose_varlen_config(a.head_dim, a.head_dim_v, k.element_size())
         pack, block_m = 1, config.block_m
         row_blocks = triton.cdiv(a.max_query_len, block_m)
+    if device.arch == "hip" and (a.sliding_window or a.max_query_len > 1):
+        # The masks of rows that see less take scalar registers: with all keys of a tile 6 to 21
+        # spill, with half none, but with a window and 64 rows still 9 (`dcp-lab amd-report`).
+        # Built, never run here.
+        fewer = 4 if a.sliding_window and block_m == 64 else 2
+        config = dataclasses.replace(config, block_n=max(16, config.block_n // fewer))
     ragged = a.query_start_loc is not None
     grid = (a.num_q_heads // pack, row_blocks * num_splits, a.num_requests + ragged)
     shared = split.arguments
@@ -706,6 +713,10 @@ def _plan_attention(
         EARLY_LAUNCH=split.overlap_reduce,
     )
     options = {"num_warps": config.num_warps}
-    # The reduce comes straight after: it must not overlap anything else.
-    merge = plan_reduce(whole, dataclasses.replace(split, overlap_entry=False))
-    return [Launch(_varlen_kernel, grid, attention, options), *merge]
+    launches = [Launch(_varlen_kernel, grid, attention, options)]
+    if num_splits > 1:
+        # It counts the same tiles, and nothing after it may start early: the next gather does not
+        # wait.
+        cut = dataclasses.replace(split, config=config, overlap_entry=False)
+        launches += plan_reduce(whole, cut)
+    return launches
