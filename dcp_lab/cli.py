@@ -43,6 +43,7 @@ _BENCHES = {
     "decode": ("dcp_lab.bench.decode", "Decode attention on one GPU, beside its peers."),
     "reduce": ("dcp_lab.bench.reduce", "Exchanges between ranks, one GPU each."),
     "stack": ("dcp_lab.bench.stack", "Whole decode steps, every corner, one GPU a rank."),
+    "serve": ("dcp_lab.bench.serve", "vLLM engines, our backend beside FLASH_ATTN, two GPUs."),
 }
 
 
@@ -147,7 +148,7 @@ def doctor(context: typer.Context) -> None:
 
 @app.command(context_settings=_HAND_OVER)
 def bench(context: typer.Context) -> None:
-    """Measure: `dcp-lab bench decode --help`, and reduce and stack likewise."""
+    """Measure: `dcp-lab bench decode --help`; reduce, stack and serve likewise."""
     what, *rest = context.args or [""]
     if what in ("--help", "-h"):
         print(f"Usage: dcp-lab bench {{{','.join(_BENCHES)}}} [OPTIONS]\n")
