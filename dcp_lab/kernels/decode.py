@@ -333,6 +333,8 @@ def _decode_kernel(
     scale = softmax_scale
     if K_SCALE_ON_DEVICE:
         scale *= tl.load(k_scale_ptr + tl.cast(kv_head, tl.int64) * stride_k_scale)
+    if V_SCALE_ON_DEVICE:
+        v_scale *= tl.load(v_scale_ptr + tl.cast(kv_head, tl.int64) * stride_v_scale)
     row_scale = scale
     if FP8 and q_ptr.dtype.element_ty != tl.float32:
         # bf16 has a wider range than fp16: a power of two brings each row's largest value to
@@ -420,8 +422,6 @@ def _decode_kernel(
 
     if V_PAIRS:
         acc = tl.join(acc, acc1).reshape(BLOCK_M, BLOCK_DV)
-    if V_SCALE_ON_DEVICE:
-        v_scale *= tl.load(v_scale_ptr + tl.cast(kv_head, tl.int64) * stride_v_scale)
 
     write_result = splits == 1
     if HAS_SINKS:  # noqa: SIM102 - a constexpr branch around one of the device

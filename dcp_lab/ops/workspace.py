@@ -89,11 +89,20 @@ def choose_config(
     fitting = triton.next_power_of_2(block_n * 512 // (width * itemsize) + 1) // 2
     block_n = max(16, min(block_n, fitting))
     reduce = _choose_reduce(num_splits_hint)
+    if itemsize == 1 and device.arch == "cuda" and not small and width <= 256:
+        # Two warps a program, twice as many programs: a trial kernel of the same form on an H200
+        # was fastest so (16 x 2k: 8.86 us with 32 tokens and 256 programs; 64 x 8k: 42.5 with 64
+        # tokens and 512). Not timed again with this one.
+        few = max_tokens <= 32768
+        block_n, num_warps, slots_per_sm = (32, 2, 2) if few else (64, 2, 4)
     if device.arch == "hip":
         # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. A query tile over 16
         # rows leaves registers for half the tokens (64 tokens: 4 to 8 scalar spills, 32: none; by
         # `dcp-lab amd-report`). Built, never run here.
-        block_n = block_n if rows == 16 else max(16, block_n // 2)
+        # So does fp8, whose unpacked copy takes the rest, but for narrow heads, of which half the
+        # tokens would be loads of 8 bytes.
+        if rows > 16 or (itemsize == 1 and width > 128):
+            block_n = max(16, block_n // 2)
         return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2, **reduce)
     # A program that starts while its predecessor drains saves 0.5 us (16 x 2k: 10.7 against 11.2)
     # but lands where there is room. With two programs a multiprocessor some then get three and
