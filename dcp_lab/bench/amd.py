@@ -279,12 +279,24 @@ def cases(arch: str) -> dict[str, Callable[[], object]]:
         table, lens = inputs(*shape, bf16)[3:]
         gather_kv(block_table=table, seq_lens=lens, gather=how, **caches(dtype, layout))
 
+    def decode(dtype: torch.dtype, layout: str, queries: int = 1, **options: object) -> None:
+        q, _, _, table, lens = inputs(*shape, bf16, queries=queries)
+        options |= {"block_table": table, "seq_lens": lens, **caches(dtype, layout)}
+        paged_decode(q, **options)
+
     for dtype in (bf16, own_fp8):
         for layout in ("NHD", "SHUFFLE"):
             name = f"{layout} {str(dtype).removeprefix('torch.')}"
             found[f"write_kv {name}"] = lambda d=dtype, x=layout: write(d, x)
             for how in ("per_token", "per_page"):
                 found[f"gather_kv {how} {name}"] = lambda d=dtype, x=layout, g=how: gather(d, x, g)
+            # NHD bf16 is above. SHUFFLE bf16 on gfx942 is not fit yet: V is loaded token by token
+            # (16 bits) and 8 scalar registers spill.
+            if dtype == own_fp8 or (layout == "SHUFFLE" and arch == "gfx950"):
+                found[f"decode {name}"] = lambda d=dtype, x=layout: decode(d, x)
+                found[f"decode 4 query tokens {name}"] = lambda d=dtype, x=layout: decode(
+                    d, x, queries=4, query_start_loc=start, max_query_len=4
+                )
 
     def read_pages() -> None:
         _read_pages_kernel[(4,)](
