@@ -643,7 +643,6 @@ def _plan_attention(
         k_cache=workspace.k[None],
         v_cache=workspace.v[None],
         seq_lens=workspace.counts[: a.num_requests],
-        sinks=a.sinks if a.shard is None or a.shard.rank == 0 else None,
         num_splits=num_splits,
     )
     split = split_call(whole, workspace=None, out=out, lse=lse)
@@ -670,7 +669,7 @@ def _plan_attention(
         counts_ptr=workspace.counts,
         total_lens_ptr=a.total_lens,
         query_start_loc_ptr=a.query_start_loc if ragged else a.seq_lens,
-        sinks_ptr=a.seq_lens if whole.sinks is None else whole.sinks,
+        sinks_ptr=a.seq_lens if a.sinks is None else a.sinks,
         out_ptr=out,
         lse_ptr=lse,
         partial_out_ptr=shared["partial_out_ptr"],
@@ -699,7 +698,7 @@ def _plan_attention(
         HAS_QUERY_START_LOC=ragged,
         HAS_PARTIALS=num_splits > 1,
         HAS_SOFTCAP=a.softcap is not None,
-        HAS_SINKS=whole.sinks is not None,
+        HAS_SINKS=a.sinks is not None,
         CAUSAL=a.max_query_len > 1,
         WINDOW=a.sliding_window or 0,
         SHARD_RANK=shared["SHARD_RANK"],
