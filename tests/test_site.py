@@ -251,3 +251,33 @@ def test_headline_numbers_are_notebook_06s():
     """data/headlines.json, which the README is held to, is what the committed notebook says."""
     done = subprocess.run([sys.executable, ROOT / "tools" / "headlines.py", "--check"])
     assert done.returncode == 0
+
+
+def test_the_readme_quotes_the_headlines():
+    """The README's answer has the numbers of data/headlines.json, rounded to what it shows."""
+    told = json.loads((ROOT / "data" / "headlines.json").read_text())["numbers"]
+    value_of = {line["name"]: line["value"] for line in told}
+    text = re.search(r"\*\*The answer so far\.\*\* (.*)", (ROOT / "README.md").read_text())[1]
+    for pattern, name in (
+        (r"of the (\d+) ms added", "study 1: DCP 2 adds, at a mean context of 2,500 tokens"),
+        (r"at most (\d+) %", "a gather at H200 prices, all parts added, of study 1's at most"),
+        (r"H200s ([\d.]+)x slower", "two H200s, nothing gathered: DCP 2 over DCP 1"),
+        (r"full graphs remove (\d+) %", "of what DCP 2 adds there, full graphs remove"),
+    ):
+        (value,) = (value for full, value in value_of.items() if full.startswith(name))
+        said = re.search(pattern, text)[1]
+        places = len(said.partition(".")[2])
+        assert float(said) == round(value, places), name
+
+
+def test_every_teach_notebook_ends_with_three_checked_exercises():
+    """A task list of three under the last heading, and a cell that checks each answer."""
+    for path in COMMITTED:
+        nb = nbformat.read(path, as_version=4)
+        if nb.metadata["dcp_lab"]["kind"] != "teach":
+            continue
+        last = [cell for cell in nb.cells if cell.source.startswith("## ")][-1]
+        assert last.source.startswith("## Exercises"), path.name
+        assert re.findall(r"^(\d)\. ", last.source, re.MULTILINE) == ["1", "2", "3"], path.name
+        checks = re.findall(r"check_answer\(\s*(\d)", nb.cells[-1].source)
+        assert checks == ["1", "2", "3"], path.name
