@@ -54,15 +54,14 @@ def judge(stack: Stack, name: str) -> None:
 def run_corners(
     rank: int, size: int, model: StackModel, corners: tuple[Corner, ...], options: dict
 ) -> list[torch.Tensor]:
-    """Run each corner's step, twice, and judge it; return the residual streams."""
+    """Run each corner's step and judge it; return the residual streams."""
     stack = tiny(model, **options)
     found = []
     for corner in corners:
         step = stack.step(corner)
-        for _ in range(2):
-            stack.x.fill_(torch.nan)
-            stack.attn.out.fill_(torch.nan)
-            step()
+        stack.x.fill_(torch.nan)
+        stack.attn.out.fill_(torch.nan)
+        step()
         judge(stack, str(corner))
         found.append(stack.x.clone())
     return found

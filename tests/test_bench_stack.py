@@ -12,7 +12,7 @@ import pytest
 import torch
 from stack_ranks import TINY, tiny
 
-from dcp_lab.bench import record
+from dcp_lab.bench import costs, record
 from dcp_lab.bench import stack as bench
 from dcp_lab.reducers.local_group import run_ranks
 from dcp_lab.stack import ATTENTIONS, MODELS, Corner
@@ -119,6 +119,14 @@ def test_two_ranks_write_rows(tmp_path: Path) -> None:
     table = record.read_table(out, record.STACK)
     assert table.dcp_size.tolist() == [1, 2] and table.samples.tolist() == [5, 5]
     assert table.kernel_launches.isna().all()
+    alone, shared = (bench.step_case(row) for row in table.to_dict("records"))
+    assert (alone.reducer, alone.all_reduces, alone.layers) == (None, 2, TINY.num_layers)
+    assert (shared.reducer, shared.query_gather, shared.mode) == ("ag_rs", "nccl", "eager")
+    # Two requests of five tokens, a key and a value of 16 fp32 numbers each; rank 0 holds three.
+    assert alone.kv_bytes == 2 * 5 * 2 * 16 * 4 and shared.kv_bytes == 2 * 3 * 2 * 16 * 4
+    assert costs.predict_ms(alone, costs.START) < costs.predict_ms(shared, costs.START)
+    with pytest.raises(ValueError, match="row: expected a KV cache in each of 9 layers"):
+        bench.step_case(table.iloc[0].to_dict() | {"num_layers": 9})
     broken = table.assign(hidden_error=table.hidden_error_budget * 2)
     with pytest.raises(ValueError, match="hidden_error <= hidden_error_budget"):
         record.validate(pd.DataFrame(broken), record.STACK, "broken")

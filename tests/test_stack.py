@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from stack_ranks import TINY, TINY_LATENT, judge, run_corners, tiny
 
+from dcp_lab.reducers import make_reducer
 from dcp_lab.reducers.local_group import run_ranks
 from dcp_lab.stack import KIMI_K3_LIKE, QWEN3_235B, Corner, count_on_rank, simulated_step
+from dcp_lab.state import AttnState
 
 BUDGET_S = 150
 
@@ -165,3 +168,24 @@ def test_calls_are_counted() -> None:
     assert published["between"] == 94 * 11 + 1
     assert full["between"] == 94 * 8 + 1 and full["launches"] == 1
     assert alone["launches"] == alone["between"] + 95
+
+
+def test_a_reducer_writes_where_it_is_told(tmp_path) -> None:
+    """write_to sends results there and counts that memory; another shape or stride is refused."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
+    try:
+        sizes = {"max_tokens": 2, "num_q_heads": 2, "head_dim": 16}
+        reducer = make_reducer("a2a", group=None, dtype=torch.float32, device="cpu", **sizes)
+        held = reducer.memory_bytes()
+        out, lse = torch.full((2, 2, 16), torch.nan), torch.full((2, 2), torch.nan)
+        reducer.write_to(out, lse)
+        state = AttnState(torch.randn(2, 2, 16), torch.randn(2, 2))
+        reducer(state)
+        assert torch.equal(out, state.out) and torch.equal(lse, state.lse)
+        assert reducer.memory_bytes() == held
+        with pytest.raises(ValueError, match=r"^out: expected"):
+            reducer.write_to(out[:1], lse)
+        with pytest.raises(ValueError, match=r"^lse: expected a contiguous tensor"):
+            reducer.write_to(out, torch.empty(2, 2).t())
+    finally:
+        dist.destroy_process_group()

@@ -609,6 +609,37 @@ def _rounded(value: float) -> float:
     return value if isinstance(value, int) else round(value, 4)
 
 
+def step_case(row: Mapping[str, Any]) -> costs.StepCase:
+    """Return a row's corner as the timeline sees it.
+
+    Args:
+        row: Of the stack's table, of a model all of whose layers have a KV cache.
+
+    Raises:
+        ValueError: The model has layers without one: their work is another.
+    """
+    if row["kv_layers"] != row["num_layers"]:
+        raise ValueError(
+            f"row: expected a KV cache in each of {row['num_layers']} layers, got "
+            f"{row['kv_layers']}"
+        )
+    layers = int(row["num_layers"])
+    return costs.StepCase(
+        mode=row["mode"],
+        attention=row["attention"],
+        reducer=None if row["dcp_size"] == 1 else row["reducer"],
+        layers=layers,
+        kv_bytes=row["kv_bytes"] / layers,
+        dense_bytes=row["weight_bytes"] / layers,
+        # Two norms, two additions, five matrix products, silu and its product; experts are
+        # gathered, dealt back and averaged besides, in two batched products.
+        dense_kernels=11 if row["dense"] == "light" else 14,
+        all_reduces=2 if row["ranks"] > 1 else 0,
+        query_gather=None if row["dcp_size"] == 1 else row["query_gather"],
+        launch_delay_us=float(row["launch_delay_us"]),
+    )
+
+
 def write_json(path: Path, value: object) -> None:
     """Write a file that is either whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
