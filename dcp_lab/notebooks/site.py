@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy as copying
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -189,17 +190,18 @@ def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
         if ADDED_TAGS & set(cell.metadata.get("tags", [])):
             continue
         if cell.cell_type == "markdown":
-            lines = cell.source.strip().splitlines()
-            if lines and lines[0].startswith(_TITLES):
-                heading = lines[0].lstrip("# ")
-                lines = lines[1:]
-            text = "\n".join(lines).strip()
             open_for_output = False
-            if text and heading != _NOT_SHOWN:
-                shown = copying.deepcopy(cell)
-                shown.source = text
-                slides.append((heading, [shown]))
-                open_for_output = True
+            for piece in re.split(r"^(?=## )", cell.source.strip(), flags=re.MULTILINE):
+                lines = piece.strip().splitlines()
+                if lines and lines[0].startswith(_TITLES):
+                    heading = lines[0].lstrip("# ")
+                    lines = lines[1:]
+                text = "\n".join(lines).strip()
+                if text and heading != _NOT_SHOWN:
+                    shown = copying.deepcopy(cell)
+                    shown.source = text
+                    slides.append((heading, [shown]))
+                    open_for_output = True
             continue
         if heading in (title, _NOT_SHOWN):
             continue
