@@ -54,12 +54,11 @@ def test_dictionary_names_every_table_and_column(file):
 def test_dictionary_names_no_table_that_is_not_there():
     """A file the dictionary promises exists, or is said to be measured later."""
     text = (DATA / "README.md").read_text()
-    named = set(
-        re.findall(r"^### `((?:published|measured|compiled)/\w+\.csv)`$", text, flags=re.M)
-    )
+    headings = "\n".join(re.findall(r"^### .*$", text, flags=re.M))
+    named = set(re.findall(r"`((?:published|measured|compiled)/\w+\.csv)`", headings))
     there = {f"{file.parent.name}/{file.name}" for file in FILES}
     assert named >= there
-    not_yet = {"reduce_h200x2", "stack_h200", "stack_h200x2"}
+    not_yet = {"reduce_h200x2", "stack_h200x2"}
     assert named - there <= {f"measured/{name}.csv" for name in not_yet}
 
 
