@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_lab.bench import decode as bench
-from dcp_lab.bench import decode_targets, record, sweep, timing
+from dcp_lab.bench import copies, decode_targets, mla, protocol, record, sweep, timing
+from dcp_lab.bench import decode as command
+from dcp_lab.bench import gqa as bench
+from dcp_lab.bench.protocol import Variant, check_variant, right_ones
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = bench.DecodeShape(3, 32, num_q_heads=4, num_kv_heads=2, head_dim=32)
@@ -36,15 +38,25 @@ def test_shapes_are_read():
     )
     with pytest.raises(ValueError, match="lengths: expected 'equal'"):
         bench.parse_shape("2x64:odd")
+    fp8 = bench.DecodeShape(16, 2048, lengths="uneven", fp8=True)
+    assert command.parse_cell("16x2048:fp8:uneven") == command.parse_cell("16x2048:uneven:fp8")
+    assert command.parse_cell("16x2048:fp8:uneven") == fp8
+    assert command.parse_cell("mla:16x8192") == mla.MlaShape(16, 8192)
+    assert command.parse_cell("mla:1x64x128:fp8") == mla.MlaShape(1, 64, 128, fp8=True)
+    cell = command.parse_cell("copies:16x2048x64x8x128")
+    assert cell == copies.CopyShape(16, 2048, 64, 8, 128) and isinstance(cell, copies.CopyShape)
+    for text in ("mla:16x8192x16x1", "mla:16", "copies:16x2048:fp8", "16x64:fp8:fp8"):
+        with pytest.raises(ValueError, match="shape: expected"):
+            command.parse_cell(text)
 
 
 def test_every_attention_is_checked_before_it_is_timed():
     """Paged, gathered and contiguous attention pass the gate on the inputs that would be timed."""
     x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
-    variants = [bench.paged_variant(x), *bench.sdpa_variants(x)]
-    variants += [bench.gather_variant(x, g) for g in ("per_token", "per_page")]
+    variants = [bench.paged_variant(x), bench.bound_variant(x), *bench.sdpa_variants(x)]
+    variants += [bench.gather_variant(x, g) for g in bench.GATHERS]
     for variant in variants:
-        errors = bench.check_variant(x, variant)
+        errors = check_variant(x, variant)
         assert 0 <= errors.out_error <= errors.error_budget
         assert (errors.lse_error is None) == (not variant.has_lse)
 
@@ -64,10 +76,10 @@ def test_a_wrong_result_is_not_timed(broken):
         x.lse[layer] *= 1.442695 if broken == "lse" else 1
 
     with pytest.raises(RuntimeError, match="not timed.*broken planned"):
-        bench.check_variant(x, bench.Variant("broken", "planned", call))
+        check_variant(x, Variant("broken", "planned", call))
 
 
-def replay_of(x: bench.Layers, variant: bench.Variant):
+def replay_of(x: bench.Layers, variant: Variant):
     """Return what stands for a graph's replay: the variant's calls, one layer after the other."""
     return lambda: [variant.call(layer) for layer in range(x.layers)]
 
@@ -76,8 +88,8 @@ def test_replays_are_checked_too():
     """A replay that writes every layer rightly passes, with the errors of an eager call."""
     x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
     right = bench.paged_variant(x)
-    errors = bench.check_variant(x, right, replay_of(x, right))
-    assert errors == bench.check_variant(x, right)
+    errors = check_variant(x, right, replay_of(x, right))
+    assert errors == check_variant(x, right)
 
 
 @pytest.mark.parametrize("broken", ["nothing", "one layer", "one row", "other inputs", "lse"])
@@ -85,7 +97,7 @@ def test_a_wrong_replay_is_not_timed(broken):
     """A graph that replays nothing, not all, or other inputs than the eager call is refused."""
     x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
     right = bench.paged_variant(x)
-    bench.check_variant(x, right)
+    check_variant(x, right)
     queries = x.q.clone()
 
     def replay() -> None:
@@ -104,7 +116,7 @@ def test_a_wrong_replay_is_not_timed(broken):
             x.lse.fill_(torch.nan)
 
     with pytest.raises(RuntimeError, match="not timed.*paged_decode planned.*replayed"):
-        bench.check_variant(x, right, replay)
+        check_variant(x, right, replay)
 
 
 def test_a_peers_own_lse_is_emptied_before_a_replay():
@@ -116,48 +128,48 @@ def test_a_peers_own_lse_is_emptied_before_a_replay():
         ours.call(layer)
         kept[layer] = x.lse[layer]
 
-    peer = bench.Variant("peer", "own lse", call, lse=lambda layer: kept[layer])
-    bench.check_variant(x, peer, replay_of(x, peer))
+    peer = Variant("peer", "own lse", call, lse=lambda layer: kept[layer])
+    check_variant(x, peer, replay_of(x, peer))
     with pytest.raises(RuntimeError, match="not timed"):
-        bench.check_variant(x, peer, replay_of(x, ours))
+        check_variant(x, peer, replay_of(x, ours))
 
 
 def test_a_peer_whose_replay_is_wrong_is_left_out(capsys, monkeypatch):
     """A peer that is right eagerly and wrong in its graph has no row; ours would end the run."""
     x = bench.make_layers(TINY, dtype=torch.float32, device=DEVICE)
     ours = bench.paged_variant(x)
-    peer = bench.Variant("fa3", "auto", ours.call)
-    replays = {"paged_decodeplanned": replay_of(x, ours), "fa3auto": lambda: None}
-    assert bench.right_ones(x, [ours, peer]) == [ours, peer]
-    assert bench.right_ones(x, [ours, peer], replays) == [ours]
+    peer = Variant("fa3", "auto", ours.call, peer=True)
+    replays = {"paged_decode planned": replay_of(x, ours), "fa3 auto": lambda: None}
+    assert right_ones(x, [ours, peer]) == [ours, peer]
+    assert right_ones(x, [ours, peer], replays) == [ours]
     assert "peer fa3 auto: left out: not timed" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="not timed"):
-        bench.right_ones(x, [ours], {"paged_decodeplanned": lambda: None})
+        right_ones(x, [ours], {"paged_decode planned": lambda: None})
 
 
 def test_l2_is_cold_only_where_the_bytes_say_so():
     """The label follows the bytes that a replay touches, not the layers that were asked for."""
     x = bench.make_layers(TINY, dtype=torch.float32, device="cpu")
-    assert x.layers * x.kv_bytes < bench.MIN_COLD_BYTES and x.l2 == "warm"
-    x.layers = int(bench.cold_bytes() / x.kv_bytes) + 1
+    assert x.layers * x.kv_bytes < protocol.MIN_COLD_BYTES and x.l2 == "warm"
+    x.layers = int(protocol.cold_bytes() / x.kv_bytes) + 1
     assert x.l2 == "cold"
 
 
 def test_what_cannot_be_measured_is_said(capsys, monkeypatch, tmp_path):
     """Unsupported shapes, and rows that nobody could keep, give status 2 without a traceback."""
-    monkeypatch.setattr(bench, "INTERPRETED", False)
+    monkeypatch.setattr(command, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     source = {"gpu": "NVIDIA H200", "git_commit": "unknown"}
     monkeypatch.setattr(record, "provenance", lambda: source)
-    assert bench.main(["--shape", "2x64"]) == 2
+    assert command.main(["--shape", "2x64"]) == 2
     assert "expected a git commit for the rows, got 'unknown'" in capsys.readouterr().err
 
     def refuse(shape, **_):
         raise ValueError("head_dim: expected a multiple of 16")
 
     source["git_commit"] = "0" * 40
-    monkeypatch.setattr(bench, "measure_shape", refuse)
-    assert bench.main(["--shape", "2x64", "--out", str(tmp_path / "decode_x.csv")]) == 2
+    monkeypatch.setattr(command, "measure_shape", refuse)
+    assert command.main(["--shape", "2x64", "--out", str(tmp_path / "decode_x.csv")]) == 2
     assert "head_dim: expected a multiple of 16" in capsys.readouterr().err
 
 
@@ -185,18 +197,20 @@ def test_a_sweep_reads_shapes_alike(capsys):
 
 def test_needs_a_gpu(capsys, monkeypatch):
     """Without a GPU the command says so and measures nothing; a dry run shows the grid."""
-    monkeypatch.setattr(bench, "INTERPRETED", True)
-    assert bench.main([]) == 2
+    monkeypatch.setattr(command, "INTERPRETED", True)
+    assert command.main([]) == 2
     assert "expected a GPU" in capsys.readouterr().err
-    assert bench.main(["--dry-run", "--shape", "16x2048"]) == 0
+    assert command.main(["--dry-run", "--shape", "16x2048"]) == 0
     assert capsys.readouterr().out.strip() == "16x2048 16q/1kv d128"
-    assert bench.main(["--shape", "nonsense"]) == 2
-    assert bench.main(["--samples", "1"]) == 2
-    assert bench.main(["--grid", "--shape", "16x2048"]) == 2
+    assert command.main(["--shape", "nonsense"]) == 2
+    assert command.main(["--samples", "1"]) == 2
+    assert command.main(["--grid", "--shape", "16x2048"]) == 2
     capsys.readouterr()
-    assert bench.main(["--grid", "--dry-run"]) == 0
+    assert command.main(["--grid", "--dry-run"]) == 0
     cells = capsys.readouterr().out.splitlines()
-    assert len(cells) == len(decode_targets.grid()) + len(decode_targets.uneven_grid())
+    grids = (decode_targets.grid, decode_targets.uneven_grid, decode_targets.fp8_grid)
+    due = sum(len(grid()) for grid in (*grids, decode_targets.mla_grid))
+    assert len(cells) == due + len(decode_targets.COPIES)
     assert len(set(cells)) == len(cells)
 
 

@@ -9,7 +9,7 @@ import pytest
 from test_record import ROW
 
 from dcp_lab.bench import decode_targets, record
-from dcp_lab.bench.decode import MAX_KV_BYTES
+from dcp_lab.bench.protocol import MAX_KV_BYTES
 from dcp_lab.bench.verdicts import Verdict, summary
 
 OURS, READ, PEER = 10.0, 7.0, 14.0
@@ -17,6 +17,8 @@ OURS, READ, PEER = 10.0, 7.0, 14.0
 
 def row(op: str, us: float, variant: str = "planned", **changes) -> dict[str, object]:
     times = {"median_us": us, "p10_us": us, "p90_us": us, "launches": 2, "bound_us": READ}
+    if op in record.EXACT_OPS:
+        times |= {"out_error": 0.0, "lse_error": None, "error_budget": 0.0}
     return {**ROW, "op": op, "variant": variant, **times, **changes}
 
 
@@ -121,7 +123,7 @@ def test_what_was_not_measured_never_holds(monkeypatch):
     for target in (
         "fp8 over FA3's fp8, 16x2048",
         "MLA over vLLM's Triton",
-        "write_kv over a copy",
+        "write_kv, step and prefill, over a copy",
     ):
         (verdict,) = (v for name, v in found.items() if name.startswith(target))
         assert (verdict.state, verdict.value) == ("not measured", None)
@@ -142,18 +144,44 @@ def test_mla_and_copies_are_judged():
         row("mla_paged_decode", 10.0, **mla),
         row("flashmla", 9.0, "auto", **mla),
         row("vllm_triton_decode", 16.0, "4 splits", **mla),
-        row("write_kv", 2.1, "auto"),
-        row("copy", 2.0, "write_kv"),
+        row("write_kv", 2.1, "step"),
+        row("copy", 2.0, "write_kv step"),
+        row("write_kv", 12.0, "prefill"),
+        row("copy", 10.0, "write_kv prefill"),
         row("gather_kv", 9.0, "per_page"),
-        row("copy", 8.0, "gather_kv"),
+        row("gather_kv", 90.0, "per_token"),
+        row("copy", 8.0, "gather_kv per_page"),
     ]
     found = judged(cell() + rows)
     at_16 = next(v for name, v in found.items() if name.startswith("MLA at 16 heads"))
     assert (at_16.value, at_16.state) == (pytest.approx(0.9), "missed")
     triton = found["MLA over vLLM's Triton"]
     assert triton.value == pytest.approx(1.6) and triton.missing == 35
-    assert found["write_kv over a copy of its bytes"].state == "holds"
-    assert found["gather_kv per_page over a copy of its bytes"].value == pytest.approx(1.125)
+    # The worst of both forms, each beside its own copy.
+    write = found["write_kv, step and prefill, over a copy of its bytes"]
+    assert (write.value, write.state) == (pytest.approx(1.2), "missed")
+    gather = found["gather_kv, per_page, over a copy of its bytes"]
+    assert (gather.value, gather.missing) == (pytest.approx(1.125), 2)
+
+
+def test_an_fp8_latent_cache_is_held_against_the_peer_that_takes_one():
+    """fp8 MLA counts beside vLLM's Triton, and in no cell of the peers that know bf16 alone."""
+    mla = {"head_dim": 576, "page_size": 64, "kv_dtype": "float8_e4m3fn"}
+    rows = [row("mla_paged_decode", 10.0, **mla), row("vllm_triton_decode", 14.0, "x", **mla)]
+    found = judged(cell() + rows)
+    assert found["MLA over vLLM's Triton"].value == pytest.approx(1.4)
+    at_16 = next(v for name, v in found.items() if name.startswith("MLA at 16 heads"))
+    assert (at_16.value, at_16.missing) == (None, 9)
+
+
+def test_copies_are_a_run_of_their_own():
+    """A later run of a shape's copies leaves the attention of that shape in place."""
+    later = {"date_utc": "2026-12-01T00:00:00Z"}
+    copies = [row("write_kv", 2.0, "step", **later), row("copy", 2.0, "write_kv step", **later)]
+    found = judged(cell() + copies)
+    name = "fastest peer over ours, geometric mean of the latency cells"
+    assert found[name].value == pytest.approx(1.4)
+    assert found["write_kv, step and prefill, over a copy of its bytes"].value == 1.0
 
 
 def test_a_wish_is_shown_and_not_counted():
@@ -189,3 +217,8 @@ def test_the_grid_fits_what_the_bench_makes(monkeypatch):
     assert {lengths for *_, lengths in uneven} == {"uneven", "one_long"}
     assert all(cell[0] > 1 and cell[:5] in cells for cell in uneven)
     assert len(uneven) == pytest.approx(len([c for c in cells if c[0] > 1]) / 3, abs=1)
+    fp8 = decode_targets.fp8_grid()
+    assert len(fp8) == len(set(fp8)) == pytest.approx(len(cells) / 3, abs=1)
+    assert set(fp8) <= set(cells) and {cell[2:] for cell in fp8} == set(decode_targets.HEADS)
+    assert {(16, 2048, 16, 1, 128), (64, 8192, 16, 1, 128)} <= set(fp8)
+    assert len(set(decode_targets.mla_grid())) == 36

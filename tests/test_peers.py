@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_lab.bench import decode as bench
-from dcp_lab.peers import DECODE_PEERS
+from dcp_lab.bench import gqa as bench
+from dcp_lab.bench import protocol
+from dcp_lab.peers import DECODE_PEERS, MLA_PEERS
 from dcp_lab.peers.base import Peer, PeerCall, module_missing, needs_hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("peer", DECODE_PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", DECODE_PEERS + MLA_PEERS, ids=lambda peer: peer.name)
 def test_an_absent_peer_says_why(peer):
     """Without a GPU every peer says what it needs; its adapter names the versions it knows."""
     if torch.cuda.is_available():
@@ -40,7 +41,7 @@ def test_other_gpus_are_refused(monkeypatch):
     assert needs_hopper() is None
 
 
-def test_a_wrong_peer_is_left_out(monkeypatch, capsys):
+def test_a_wrong_peer_is_left_out(capsys):
     """A peer whose result is off, or that fails, has no time; the others are kept."""
     shape = bench.DecodeShape(2, 32, num_q_heads=4, num_kv_heads=2, head_dim=32)
     x = bench.make_layers(shape, dtype=torch.float32, device=DEVICE)
@@ -65,8 +66,7 @@ def test_a_wrong_peer_is_left_out(monkeypatch, capsys):
         },
     )
     absent = Peer("not here", "none 0", lambda: "it needs luck", lambda inputs: {})
-    monkeypatch.setattr(bench, "DECODE_PEERS", (absent, peer))
-    assert [v.variant for v in bench.peer_variants(x)] == ["right"]
+    assert [v.variant for v in protocol.peer_variants(x, (absent, peer))] == ["right"]
     said = capsys.readouterr().err
     for words in ("not here: absent: it needs luck", "base 2: left out", "wrong: left out"):
         assert words in said

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_lab.bench import decode as bench
+from dcp_lab.bench import gqa as bench
+from dcp_lab.bench import protocol
 from dcp_lab.peers import aiter as adapters
 from dcp_lab.reference import eager_decode
 
@@ -89,7 +90,7 @@ def test_paged_attention_v1_fits(monkeypatch):
     install(monkeypatch, paged_attention_v1=behaviour)
     x = inputs()
     (make,) = adapters.PAGED_V1.calls(x).values()
-    errors = bench.check_variant(x, bench.peer_variant("aiter", "auto", make()))
+    errors = protocol.check_variant(x, bench.peer_variant("aiter", "auto", make()))
     assert errors.out_error <= errors.error_budget and errors.lse_error is None
 
 
@@ -116,7 +117,7 @@ def test_the_gathered_path_fits(monkeypatch, gather):
     install(monkeypatch, flash_attn_varlen_func=behaviour)
     x = inputs()
     made = adapters.GATHERED.calls(x)[gather]()
-    errors = bench.check_variant(x, bench.peer_variant("aiter", gather, made))
+    errors = protocol.check_variant(x, bench.peer_variant("aiter", gather, made))
     assert errors.lse_error <= errors.lse_error_budget
 
 

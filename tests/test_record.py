@@ -95,8 +95,15 @@ def test_append_keeps_and_replace_drops_what_was_there(path):
         ),
         pytest.param(
             {"out_error": float("inf"), "error_budget": float("inf")},
-            r"error_budget: expected > 0, got inf",
+            r"error_budget: expected >= 0, got inf",
             id="infinite budget",
+        ),
+        pytest.param({"out_error": 0.0, "error_budget": 0.0}, r"error_budget > 0", id="no budget"),
+        pytest.param({"op": "write_kv"}, r"0 of write_kv and gather_kv", id="an inexact copy"),
+        pytest.param(
+            {"host_us": 7.0, "host_p10_us": 8.0, "host_p90_us": 9.0},
+            r"host_p10_us <= host_us <= host_p90_us",
+            id="host percentiles",
         ),
         pytest.param({"git_commit": "unknown"}, r"git_commit: .*got 'unknown'", id="no commit"),
         pytest.param({"median_us": 0.0}, r"median_us: expected > 0, got 0.0", id="no time"),
@@ -118,6 +125,21 @@ def test_a_bad_row_is_refused_and_nothing_is_written(path, change, match):
         record.write_rows(path, [ROW, {**ROW, **change}], record.DECODE)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_table_of_before_a_column_was_added_is_read_and_appended_to(path):
+    """What an older table lacks is empty in it; a column that it must have is still missed."""
+    record.write_rows(path, [ROW], record.DECODE)
+    later = ["host_p10_us", "host_p90_us"]
+    old = pd.read_csv(path, dtype=str).drop(columns=later)
+    old.to_csv(path, index=False)
+    assert record.read_table(path, record.DECODE)[later].isna().all(axis=None)
+    row = {**ROW, "host_us": 7.0, "host_p10_us": 6.0, "host_p90_us": 8.0}
+    assert record.write_rows(path, [row], record.DECODE) == 2
+    assert record.read_table(path, record.DECODE).host_p90_us.tolist()[1] == 8.0
+    old.drop(columns="launches").to_csv(path, index=False)
+    with pytest.raises(ValueError, match="has no column 'launches'"):
+        record.read_table(path, record.DECODE)
 
 
 def test_missing_column_is_named(path):

@@ -32,6 +32,8 @@ DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")
 
 # Rows that need no correctness columns: ops that compute nothing whose value could be wrong.
 UNCHECKED_OPS = ("read_pages", "plan", "copy")
+# Ops that copy and have to be exact: their budget is 0.
+EXACT_OPS = ("write_kv", "gather_kv")
 
 # Words of a GPU's name that no file name needs.
 _VENDORS = ("nvidia", "amd", "instinct", "radeon", "geforce")
@@ -177,6 +179,12 @@ def whole(*checks: pa.Check, nullable: bool = False) -> pa.Column:
     return pa.Column("Int64", list(checks), nullable=nullable)
 
 
+def added_later(column: pa.Column) -> pa.Column:
+    """A nullable column that older tables do not have: there it is read as empty."""
+    column.metadata = {"added_later": True}
+    return column
+
+
 def rule(rows_ok: Callable[[pd.DataFrame], pd.Series], expected: str) -> pa.Check:
     """A check of whole rows: rows_ok gives one bool a row."""
     return pa.Check(rows_ok, error=expected)
@@ -218,8 +226,18 @@ def _percentiles_in_order(frame: pd.DataFrame) -> pd.Series:
     return (frame.p10_us <= frame.median_us) & (frame.median_us <= frame.p90_us)
 
 
+def _host_percentiles_in_order(frame: pd.DataFrame) -> pd.Series:
+    spread = frame[["host_p10_us", "host_p90_us"]]
+    inside = (spread.host_p10_us <= frame.host_us) & (frame.host_us <= spread.host_p90_us)
+    return spread.isna().all(axis=1) | inside
+
+
 def _was_checked(frame: pd.DataFrame) -> pd.Series:
     return frame.op.isin(UNCHECKED_OPS) | (frame.out_error.notna() & frame.error_budget.notna())
+
+
+def _budget_fits(frame: pd.DataFrame) -> pd.Series:
+    return frame.error_budget.isna() | ((frame.error_budget == 0) == frame.op.isin(EXACT_OPS))
 
 
 def _out_right(frame: pd.DataFrame) -> pd.Series:
@@ -254,22 +272,26 @@ DECODE = table(
         "p10_us": real(above(0)),
         "p90_us": real(above(0)),
         "host_us": real(above(0), nullable=True),
+        "host_p10_us": added_later(real(above(0), nullable=True)),
+        "host_p90_us": added_later(real(above(0), nullable=True)),
         "launches": whole(at_least(0), nullable=True),
         "bytes": whole(at_least(0)),
         "bound_us": real(above(0)),
         "read_gbps": real(above(0)),
         "out_error": real(at_least(0), nullable=True),
         "lse_error": real(at_least(0), nullable=True),
-        "error_budget": real(above(0), nullable=True),
+        "error_budget": real(at_least(0), nullable=True),
         "lse_error_budget": real(above(0), nullable=True),
         "method": text(),
     },
     rules=[
         rule(_percentiles_in_order, "p10_us <= median_us <= p90_us"),
+        rule(_host_percentiles_in_order, "host_p10_us <= host_us <= host_p90_us"),
         rule(
             _was_checked,
             f"out_error and error_budget, unless op is one of {', '.join(UNCHECKED_OPS)}",
         ),
+        rule(_budget_fits, f"error_budget > 0, and 0 of {' and '.join(EXACT_OPS)}"),
         rule(_out_right, "out_error <= error_budget: a wrong result has no time"),
         rule(_lse_right, "lse_error <= lse_error_budget (error_budget where that is empty)"),
     ],
@@ -457,7 +479,22 @@ def read_table(path: Path, schema: pa.DataFrameSchema) -> pd.DataFrame:
     # Text stays text: a commit such as 0123456 or 12345e7 is not a number.
     dtypes = {name: "string" for name, column in schema.columns.items() if _is_text(column)}
     frame = pd.read_csv(path, dtype=dtypes, keep_default_na=False, na_values=[""])
-    return validate(frame, schema, path.name)
+    return validate(_with_later_columns(frame, schema), schema, path.name)
+
+
+def _with_later_columns(frame: pd.DataFrame, schema: pa.DataFrameSchema) -> pd.DataFrame:
+    """Return an older table with empty columns where the schema has grown since."""
+    later = [
+        name
+        for name, column in schema.columns.items()
+        if (column.metadata or {}).get("added_later")
+    ]
+    for name in later:
+        if name not in frame:
+            # In its place, since columns stand in the schema's order.
+            before = list(schema.columns)[: list(schema.columns).index(name)]
+            frame.insert(sum(column in frame for column in before), name, math.nan)
+    return frame
 
 
 def _is_text(column: pa.Column) -> bool:

@@ -18,14 +18,8 @@ import torch
 import triton
 
 from dcp_lab.bench import timing
-from dcp_lab.bench.decode import (
-    DecodeShape,
-    check_variant,
-    make_layers,
-    paged_variant,
-    parse_shape,
-    read_variant,
-)
+from dcp_lab.bench.gqa import DecodeShape, make_layers, paged_variant, parse_shape
+from dcp_lab.bench.protocol import check_variant, read_variant
 from dcp_lab.ops.workspace import DecodeConfig
 
 SHAPES = (

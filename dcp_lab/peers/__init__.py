@@ -21,6 +21,6 @@ DECODE_PEERS = (
     aiter.PERSISTENT,
 )
 # Their calls take MlaInputs.
-MLA_PEERS = (flashmla.PEER, aiter.MLA)
+MLA_PEERS = (flashmla.PEER, fa3.MLA, flashinfer.MLA, vllm_triton.MLA, aiter.MLA)
 
 __all__ = ["DECODE_PEERS", "MLA_PEERS", "SDPA", "DecodeInputs", "MlaInputs", "Peer", "PeerCall"]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from dcp_lab.peers.base import DecodeInputs, MlaInputs, Peer, PeerCall, module_missing
+from dcp_lab.peers.base import DecodeInputs, MlaInputs, Peer, PeerCall, is_fp8, module_missing
 
 INSTALL = "it is in AMD's images (rocm/vllm), or pip install amd-aiter; never pip install aiter"
 RELEASE = "amd-aiter 0.1.7.post2.dev18"
@@ -261,14 +261,15 @@ def mla_call(x: MlaInputs) -> PeerCall:
 
 def _persistent_calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
     """Return it for fp8 caches, the only ones that its own test knows."""
-    return {"auto": lambda: _persistent(x)} if x.kv.element_size() == 1 else {}
+    return {"auto": lambda: _persistent(x)} if is_fp8(x) else {}
 
 
 PAGED_V1 = Peer(
     "aiter_paged_attention_v1",
     f"{RELEASE}, aiter.ops.attention",
     lambda: _absent("aiter.ops.attention", "paged_attention_v1"),
-    lambda x: {"auto": lambda: _paged_v1(x)},
+    # Its fp8 caches have a name of their own, which nothing here has tried.
+    lambda x: {} if is_fp8(x) else {"auto": lambda: _paged_v1(x)},
 )
 GATHERED = Peer(
     "aiter_gather_then_flash_attn",

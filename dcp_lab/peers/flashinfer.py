@@ -1,4 +1,7 @@
-"""FlashInfer's paged decode, on tensor cores and on CUDA cores."""
+"""FlashInfer's paged decode, on tensor cores and on CUDA cores, and its MLA decode.
+
+At 16 bits. Its modules are compiled at first use; those for an fp8 cache are not asked for here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from collections.abc import Callable
 
 import torch
 
-from dcp_lab.peers.base import DecodeInputs, Peer, PeerCall, module_missing, needs_hopper
+from dcp_lab.peers.base import (
+    DecodeInputs,
+    MlaInputs,
+    Peer,
+    PeerCall,
+    is_fp8,
+    module_missing,
+    needs_hopper,
+)
 
 # FlashInfer's own recommendation: 128 MB; its graph mode may want more.
 WORKSPACE_BYTES = 1 << 29
@@ -22,6 +33,13 @@ def why_absent() -> str | None:
     )
 
 
+def _pages(x: DecodeInputs | MlaInputs, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (pages before each request [B + 1], their ids one request behind the other)."""
+    counts = [math.ceil(n / page_size) for n in x.lens]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(device=x.q.device, dtype=torch.int32)
+    return starts, torch.cat([x.block_table[b, :count] for b, count in enumerate(counts)])
+
+
 def _call(x: DecodeInputs, *, tensor_cores: bool, graph: bool) -> PeerCall:
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 
@@ -29,9 +47,7 @@ def _call(x: DecodeInputs, *, tensor_cores: bool, graph: bool) -> PeerCall:
     _, requests, num_q_heads, head_dim = x.q.shape
     k_cache, _ = x.caches(0)
     page_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    pages = [math.ceil(n / page_size) for n in x.lens]
-    ends = torch.tensor([0, *pages]).cumsum(0).to(device=device, dtype=torch.int32)
-    ids = torch.cat([x.block_table[b, :count] for b, count in enumerate(pages)])
+    ends, ids = _pages(x, page_size)
     last = torch.tensor([(n - 1) % page_size + 1 for n in x.lens], dtype=torch.int32)
     last = last.to(device)
     buffers = {}
@@ -70,6 +86,8 @@ def _call(x: DecodeInputs, *, tensor_cores: bool, graph: bool) -> PeerCall:
 
 def calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
     """Return tensor cores planned with and without graph padding, and CUDA cores."""
+    if is_fp8(x):
+        return {}
     found = {
         "tensor cores": lambda: _call(x, tensor_cores=True, graph=True),
         "tensor cores, no graph padding": lambda: _call(x, tensor_cores=True, graph=False),
@@ -80,4 +98,65 @@ def calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
     return found
 
 
+def _mla(x: MlaInputs) -> PeerCall:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    _, requests, num_q_heads, head_dim = x.q.shape
+    rank, page_size = x.out.shape[-1], x.kv.shape[2]
+    queries = torch.arange(requests + 1, dtype=torch.int32, device=x.q.device)
+    starts, ids = _pages(x, page_size)
+    wrapper = BatchMLAPagedAttentionWrapper(
+        torch.zeros(2 * WORKSPACE_BYTES, dtype=torch.uint8, device=x.q.device),
+        use_cuda_graph=True,
+        qo_indptr=queries.clone(),
+        kv_indptr=starts.clone(),
+        kv_indices=ids.clone(),
+        kv_len_arr=x.seq_lens.clone(),
+        backend="fa3",
+    )
+    # Not causal: a request's one query sees all of its latents.
+    wrapper.plan(
+        queries,
+        starts,
+        ids,
+        x.seq_lens,
+        num_q_heads,
+        rank,
+        head_dim - rank,
+        page_size,
+        False,
+        x.softmax_scale,
+        x.q.dtype,
+        x.kv.dtype,
+    )
+
+    def run(layer: int) -> None:
+        q, latents = x.q[layer], x.kv[layer]
+        wrapper.run(
+            q[..., :rank],
+            q[..., rank:],
+            latents[..., :rank],
+            latents[..., rank:],
+            out=x.out[layer],
+            lse=x.lse[layer],
+            return_lse=True,
+            return_lse_base_on_e=True,
+        )
+
+    return PeerCall(run=run, lse=lambda layer: x.lse[layer])
+
+
+def mla_calls(x: MlaInputs) -> dict[str, Callable[[], PeerCall]]:
+    """Return its MLA decode for Hopper, at 16 bits."""
+    return {} if is_fp8(x) else {"fa3": lambda: _mla(x)}
+
+
+def mla_absent() -> str | None:
+    """Return None when FlashInfer's MLA decode can run here."""
+    return needs_hopper() or module_missing(
+        "flashinfer.mla", "pip install flashinfer-python==0.6.13"
+    )
+
+
 PEER = Peer("flashinfer", "flashinfer-python 0.6.13", why_absent, calls)
+MLA = Peer("flashinfer_mla", "flashinfer-python 0.6.13", mla_absent, mla_calls)

@@ -1,4 +1,4 @@
-"""FlashMLA from vLLM's wheel: what vLLM runs for MLA decode on Hopper."""
+"""FlashMLA from vLLM's wheel: what vLLM runs for MLA decode on Hopper; dense decode at 16 bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from dcp_lab.peers.base import MlaInputs, Peer, PeerCall, module_missing, needs_hopper
+from dcp_lab.peers.base import (
+    MlaInputs,
+    Peer,
+    PeerCall,
+    is_fp8,
+    module_missing,
+    needs_hopper,
+)
 
 # The only page size of its latent cache.
 PAGE_SIZE = 64
@@ -46,8 +53,9 @@ def _call(x: MlaInputs) -> PeerCall:
 
 
 def calls(x: MlaInputs) -> dict[str, Callable[[], PeerCall]]:
-    """Return it for pages of 64 tokens; it knows no others."""
-    return {"auto": lambda: _call(x)} if x.kv.shape[2] == PAGE_SIZE else {}
+    """Return it for pages of 64 tokens at 16 bits; it knows no others."""
+    fits = x.kv.shape[2] == PAGE_SIZE and not is_fp8(x)
+    return {"auto": lambda: _call(x)} if fits else {}
 
 
 PEER = Peer("flashmla", "vllm 0.25.1 (its third_party/flashmla)", why_absent, calls)

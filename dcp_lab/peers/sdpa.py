@@ -34,9 +34,9 @@ def _call(x: DecodeInputs) -> PeerCall:
 
 
 def calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
-    """Return it for equal lengths of whole pages; it knows no others."""
+    """Return it for equal lengths of whole pages, K and V in q's dtype; it knows no others."""
     page_size = x.kv.shape[3]
-    if len(set(x.lens)) != 1 or x.lens[0] % page_size:
+    if x.kv.dtype != x.q.dtype or len(set(x.lens)) != 1 or x.lens[0] % page_size:
         return {}
     return {"contiguous": lambda: _call(x)}
 

@@ -1,4 +1,8 @@
-"""vLLM's Triton kernels: the decode kernel, with an LSE, and the unified one, without."""
+"""vLLM's Triton kernels: the decode kernel, with an LSE, and the unified one, without.
+
+Both read fp8 caches. The decode kernel attends MLA latents too; the unified one also takes fp8
+queries, and rounds the softmax's weights to fp8 then.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from dcp_lab.peers.base import DecodeInputs, Peer, PeerCall, module_missing
+from dcp_lab.peers.base import DecodeInputs, MlaInputs, Peer, PeerCall, is_fp8, module_missing
 
 INSTALL = "pip install vllm==0.25.1"
 # vLLM's own segments and the launch-grid size below which it splits (its triton_attn.py, 0.25.1).
@@ -58,7 +62,38 @@ def _decode(x: DecodeInputs, splits: int) -> PeerCall:
     return PeerCall(run=run, lse=lambda layer: x.lse[layer])
 
 
-def _unified(x: DecodeInputs) -> PeerCall:
+def _mla(x: MlaInputs, splits: int) -> PeerCall:
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    _, requests, num_q_heads, _ = x.q.shape
+    rank, page_size, device = x.out.shape[-1], x.kv.shape[2], x.q.device
+    partials = torch.empty(requests, num_q_heads, splits, rank + 1, device=device)
+    one = torch.ones(1, device=device)
+
+    def run(layer: int) -> None:
+        # [P, page, 1, 576]
+        latents = x.kv[layer].unsqueeze(2)
+        decode_attention_fwd(
+            x.q[layer],
+            latents,
+            latents[..., :rank],
+            x.out[layer],
+            x.lse[layer],
+            x.block_table,
+            x.seq_lens,
+            partials,
+            splits,
+            x.softmax_scale,
+            page_size,
+            k_scale=one,
+            v_scale=one,
+            is_mla=True,
+        )
+
+    return PeerCall(run=run, lse=lambda layer: x.lse[layer])
+
+
+def _unified(x: DecodeInputs, *, fp8_queries: bool = False) -> PeerCall:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     _, requests, num_q_heads, head_dim = x.q.shape
@@ -69,12 +104,19 @@ def _unified(x: DecodeInputs) -> PeerCall:
     out = torch.empty(*rows, head_dim, device=device)
     largest, total = torch.empty(*rows, device=device), torch.empty(*rows, device=device)
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
-    scale = torch.ones(1, device=device).expand(requests, num_kv_heads)
+    one = torch.ones(1, device=device)
+    scale = one.expand(requests, num_kv_heads)
+    q = x.q.to(x.kv.dtype) if fp8_queries else x.q
+    quantised = {}
+    if is_fp8(x):
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        quantised = {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
 
     def run(layer: int) -> None:
         k, v = x.caches(layer)
         unified_attention(
-            q=x.q[layer],
+            q=q[layer],
             k=k,
             v=v,
             out=x.out[layer],
@@ -87,7 +129,7 @@ def _unified(x: DecodeInputs) -> PeerCall:
             window_size=(-1, -1),
             block_table=x.block_table,
             softcap=0,
-            q_descale=None,
+            q_descale=one if fp8_queries else None,
             k_descale=scale,
             v_descale=scale,
             seq_threshold_3D=threshold,
@@ -95,15 +137,21 @@ def _unified(x: DecodeInputs) -> PeerCall:
             softmax_segm_output=out,
             softmax_segm_max=largest,
             softmax_segm_expsum=total,
+            **quantised,
         )
 
-    return PeerCall(run=run, lse=None)
+    queries = (lambda layer: q[layer]) if fp8_queries else None
+    return PeerCall(run=run, lse=None, queries=queries, fp8_weights=fp8_queries)
 
 
 def decode_calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
     """Return split counts that fill the chip once and four times, and vLLM's rule for MLA."""
+    counts = _split_counts(x, x.caches(0)[0].shape[2])
+    return {f"{n} splits": lambda n=n: _decode(x, n) for n in counts}
+
+
+def _split_counts(x: DecodeInputs | MlaInputs, num_kv_heads: int) -> list[int]:
     _, requests, num_q_heads, _ = x.q.shape
-    num_kv_heads = x.caches(0)[0].shape[2]
     longest = max(x.lens)
     programs = requests * num_kv_heads * -(-(num_q_heads // num_kv_heads) // 16)
     multiprocessors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
@@ -113,14 +161,22 @@ def decode_calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
 
     cap = power_of_two(longest / 64, 256)
     fill = power_of_two(2 * multiprocessors / programs, cap)
-    counts = {power_of_two(longest / 512, 256), fill, min(cap, 4 * fill)}
-    return {f"{n} splits": lambda n=n: _decode(x, n) for n in sorted(counts)}
+    return sorted({power_of_two(longest / 512, 256), fill, min(cap, 4 * fill)})
+
+
+def mla_calls(x: MlaInputs) -> dict[str, Callable[[], PeerCall]]:
+    """Return the decode kernel over latents, at the same choice of split counts."""
+    return {f"{n} splits": lambda n=n: _mla(x, n) for n in _split_counts(x, 1)}
 
 
 def unified_calls(x: DecodeInputs) -> dict[str, Callable[[], PeerCall]]:
-    """Return the kernel with vLLM's own settings."""
-    return {"auto": lambda: _unified(x)}
+    """Return the kernel with vLLM's own settings; on an fp8 cache with fp8 queries too."""
+    found = {"auto": lambda: _unified(x)}
+    if is_fp8(x):
+        found["fp8 queries"] = lambda: _unified(x, fp8_queries=True)
+    return found
 
 
 DECODE = Peer("vllm_triton_decode", "vllm 0.25.1", decode_absent, decode_calls)
+MLA = Peer("vllm_triton_decode", "vllm 0.25.1", decode_absent, mla_calls)
 UNIFIED = Peer("vllm_triton_unified", "vllm 0.25.1", unified_absent, unified_calls)
