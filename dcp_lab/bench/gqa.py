@@ -70,7 +70,11 @@ class DecodeShape:
 
 @dataclasses.dataclass
 class Layers:
-    """Inputs of `layers` layers of one shape: distinct KV, shared lengths and block table."""
+    """Inputs of `layers` layers of one shape: distinct KV, shared lengths and block table.
+
+    gathered: contiguous K and V of one layer, which all gathers share once the first has made it;
+    the grid's largest cells leave no room for one each.
+    """
 
     shape: DecodeShape
     layers: int
@@ -80,6 +84,7 @@ class Layers:
     seq_lens: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    gathered: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def lens(self) -> list[int]:
@@ -277,6 +282,9 @@ def gather_variant(x: Layers, gather: str) -> Variant:
         device=x.kv.device,
         **options,
     )
+    if x.gathered is None:
+        x.gathered = workspace.k, workspace.v
+    workspace.k, workspace.v = x.gathered
     workspace.prepare(x.seq_lens, max_pages=x.block_table.shape[1])
     if gather == "published_no_sync":
         options["total_tokens"] = x.total_tokens
