@@ -387,9 +387,114 @@ def test_waterfall_by_hand():
         requests=1, ranks=1, layers=1, num_kv_heads=1, head_dim=1, kv_itemsize=1
     )
     floor = attribution.gather_floor(step, 500e6, (fast,), added_ms=20.0)
-    parts = attribution.waterfall(floor, cost, added_ms=20.0)
-    assert parts.low_ms.tolist() == pytest.approx([1.0, 0.5, 4.0, 20 - 2 - 6 - 5])
-    assert parts.high_ms.tolist() == pytest.approx([2.0, 6.0, 5.0, 20 - 1 - 0.5 - 4])
+    # The published path's kernels count where they are the most, and lower nothing.
+    for extra, kernels in ((3.0, 6.0), (9.0, 8.5)):
+        published = attribution.PublishedGather(extra, 0.5, 1, H200)
+        parts = attribution.waterfall(floor, cost, published, added_ms=20.0)
+        assert parts.low_ms.tolist() == pytest.approx([1.0, 0.5, 4.0, 20 - 2 - kernels - 5])
+        assert parts.high_ms.tolist() == pytest.approx([2.0, kernels, 5.0, 20 - 1 - 0.5 - 4])
+
+
+def stack_rows(**changes) -> pd.DataFrame:
+    """Rows like bench stack's: GPU time 1 ms paged, 1 ms + 0.01 ms a token published."""
+    common = {
+        "num_layers": 94,
+        "kv_layers": 94,
+        "num_kv_heads": 1,
+        "head_dim": 128,
+        "requests": 16,
+        "dense": "light",
+        "dcp_size": 1,
+        "launch_delay_us": 0.0,
+        "bound": False,
+        "mode": "piecewise",
+        **changes,
+    }
+    return pd.DataFrame(
+        [
+            {
+                "context_tokens": tokens,
+                "attention": attention,
+                "gpu_busy_ms": 1.0 + slope * tokens,
+                **common,
+            }
+            for tokens in (100, 200, 400)
+            for attention, slope in (("paged", 0.0), ("published", 0.01))
+        ]
+    )
+
+
+def test_published_kernels_by_hand():
+    """On a rank with half of 300 tokens: 1.5 ms, and as many compute units' share of it."""
+    found = attribution.published_gather(stack_rows(), STUDY1, 300, H200)
+    assert (found.extra_ms, found.rank_tokens) == (pytest.approx(1.5), 150)
+    assert found.bytes_low_ms == pytest.approx(STUDY1.gather_bytes(300) / 4800e6)
+    half = Accelerator("A", "a", 2 * H200.compute_units, H200.memory)
+    assert found.scaled_ms(half) == pytest.approx(0.75)
+    assert found.scaled_ms(H200) == found.extra_ms
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dense": "heavy"},
+        {"dcp_size": 2},
+        {"launch_delay_us": 10.0},
+        {"bound": True},
+        {"requests": 64},
+        {"kv_layers": 24},
+        {"head_dim": 576},
+    ],
+    ids=str,
+)
+def test_other_steps_are_left_out(other):
+    """Rows of other work stand for nothing here, alone or beside the right ones."""
+    wrong = stack_rows(**other).assign(gpu_busy_ms=1e6)
+    rows = pd.concat([wrong, stack_rows(), wrong], ignore_index=True)
+    assert attribution.step_gpu_time(rows, STUDY1).equals(
+        attribution.step_gpu_time(stack_rows(), STUDY1)
+    )
+    with pytest.raises(ValueError, match="expected profiled rows without DCP of 94 layers"):
+        attribution.step_gpu_time(wrong, STUDY1)
+
+
+def test_published_kernels_are_not_extrapolated():
+    """Outside the measured contexts, and without a path's rows, there is no answer."""
+    for context in (199, 801):
+        with pytest.raises(ValueError, match=r"2 x a measured context \(100, 200, 400\)"):
+            attribution.published_gather(stack_rows(), STUDY1, context, H200)
+    rows = stack_rows()
+    with pytest.raises(ValueError, match="got no published"):
+        attribution.published_gather(rows[rows.attention == "paged"], STUDY1, 300, H200)
+
+
+def test_the_published_kernels_against_study_1(serve):
+    """About 19 ms at an H200's price; their growth to 3,000 tokens is more than study 1 allows."""
+    stack = tables.measured("stack_h200")
+    short, long = (attribution.published_gather(stack, STUDY1, c, H200) for c in (2500, 3000))
+    extra_1024, extra_2500 = 20.9201 - (5.3 + 5.3076) / 2, 43.9623 - 5.6624
+    by_hand = extra_1024 + (extra_2500 - extra_1024) * (1250 - 1024) / (2500 - 1024)
+    assert short.extra_ms == pytest.approx(by_hand, abs=0.001)
+    assert short.scaled_ms(MI355X) == pytest.approx(by_hand * 132 / 256, abs=0.001)
+    growth = attribution.context_growth(serve)
+    most = growth.change_ms + growth.allowance_ms
+    for machine in (H200, MI355X, MI300X):
+        assert long.scaled_ms(machine) - short.scaled_ms(machine) > most > 0
+
+
+def test_a_whole_step_in_a_full_graph():
+    """The best gather adds 1.1 ms, the published one 38.7 and two launches a layer."""
+    stack = tables.measured("stack_h200")
+    modes = attribution.step_modes(stack, block="base", requests=16, context_tokens=2500)
+    full, piecewise = modes.loc["full"], modes.loc["piecewise"]
+    assert full.median_ms.per_page - full.median_ms.paged == pytest.approx(8.2494 - 7.1474)
+    assert full.median_ms.published_no_sync - full.median_ms.paged == pytest.approx(38.7265)
+    launches = piecewise.kernel_launches
+    # As many more as the FA3 rows launch whose eager time stands for the published path's.
+    assert launches.published - launches.paged == 2 * 94
+    assert piecewise.host_syncs.published == 94
+    with pytest.raises(ValueError, match="expected rows of block 'none'"):
+        attribution.step_modes(stack, block="none", requests=16, context_tokens=2500)
 
 
 def test_a_bound_call_does_not_stand_for_the_paged_way():

@@ -73,13 +73,31 @@ def test_the_gathers_share_is_the_waterfalls():
             attribution.peer_paths(tables.measured("peers_h200")),
         )
     )
+    published = attribution.published_gather(tables.measured("stack_h200"), step, context, H200)
     parts = attribution.waterfall(
-        floor, attribution.with_launches_of(own, launched), added_ms=added_ms
+        floor, attribution.with_launches_of(own, launched), published, added_ms=added_ms
     )
     share = 100 * parts[parts.state == "explained"].high_ms.sum() / added_ms
     shares = re.findall(r"at most (\d+) %[,a-zA-Z0-9 ]* all parts added", README)
     shares += re.findall(r"at H200 prices is at most (\d+) %, all parts added", README)
     assert len(shares) >= 2 and all(float(s) == pytest.approx(share, abs=0.5) for s in shares)
+    kernels = re.search(
+        r"about (\d+) ms, (\d+) % of it, at an H200's price, (\d+) to (\d+) % if", answer()
+    )
+    scaled = sorted(published.scaled_ms(machine) for machine in (MI355X, MI300X))
+    said = [100 * ms / added_ms for ms in (published.extra_ms, *scaled)]
+    assert [float(n) for n in kernels.groups()] == pytest.approx(
+        [published.extra_ms, *said], abs=0.5
+    )
+    (left,) = re.search(r"taken at its word it leaves (\d+) %", answer()).groups()
+    growth = attribution.context_growth(tables.published_serve())
+    assert float(left) == pytest.approx(100 * growth.share_high, abs=0.5)
+    # What the best gather costs is the full graph's.
+    full = attribution.step_modes(
+        tables.measured("stack_h200"), block="base", requests=16, context_tokens=2500
+    ).median_ms.loc["full"]
+    (best,) = re.search(r"a good gather costs about ([\d.]+) ms a step", answer()).groups()
+    assert float(best) == pytest.approx(full.per_page - full.paged, abs=0.05)
 
 
 def test_the_example_runs_as_it_is_pasted(tmp_path):

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -551,13 +552,154 @@ def with_launches_of(kernels: GatherCost, launches: GatherCost) -> GatherCost:
     )
 
 
-def waterfall(floor: pd.DataFrame, gather: GatherCost, *, added_ms: float) -> pd.DataFrame:
+def step_gpu_time(stack: pd.DataFrame, step: Step) -> pd.DataFrame:
+    """Return the GPU time of a whole decode step without DCP, by context and attention path.
+
+    Only rows with the step's layers, KV heads, head_dim and requests, the light dense part, no
+    DCP, no launch delay and calls that are not bound. Where a path was timed in several graph
+    modes, the median of them: the same kernels run, so they differ by a percent or two.
+
+    Args:
+        stack: measured("stack_...").
+        step: Whose shapes. Its query heads are not asked for: the gather does not depend on them.
+
+    Returns:
+        Indexed by context_tokens, a column an attention path, in ms; NaN where not measured.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    rows = stack[
+        (stack.num_layers == step.layers)
+        & (stack.kv_layers == step.layers)
+        & (stack.num_kv_heads == step.num_kv_heads)
+        & (stack.head_dim == step.head_dim)
+        & (stack.requests == step.requests)
+        & (stack.dense == "light")
+        & (stack.dcp_size == 1)
+        & (stack.launch_delay_us == 0)
+        & ~stack.bound.astype(bool)
+    ]
+    rows = rows[rows.gpu_busy_ms.notna()]
+    if rows.empty:
+        raise ValueError(
+            f"stack: expected profiled rows without DCP of {step.layers} layers, "
+            f"{step.requests} requests, num_kv_heads={step.num_kv_heads} and "
+            f"head_dim={step.head_dim}, got none"
+        )
+    groups = rows.groupby(["context_tokens", "attention"]).gpu_busy_ms
+    return groups.median().astype(float).unstack()
+
+
+def step_modes(
+    stack: pd.DataFrame, *, block: str, requests: int, context_tokens: int
+) -> pd.DataFrame:
+    """Return one block's steps at one shape, unbound: a row a graph mode and attention path.
+
+    Returns:
+        Indexed by (mode, attention): median_ms, p10_ms, p90_ms, host_ms, gpu_busy_ms,
+        kernel_launches, host_syncs.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    rows = stack[
+        (stack.block == block)
+        & (stack.requests == requests)
+        & (stack.context_tokens == context_tokens)
+        & (stack.dcp_size == 1)
+        & ~stack.bound.astype(bool)
+    ]
+    if rows.empty:
+        raise ValueError(
+            f"stack: expected rows of block {block!r} with {requests} requests of "
+            f"{context_tokens} tokens, got none"
+        )
+    columns = ["median_ms", "p10_ms", "p90_ms", "host_ms", "gpu_busy_ms"]
+    columns += ["kernel_launches", "host_syncs"]
+    return rows.set_index(["mode", "attention"])[columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedGather:
+    """What the published path's kernels add to a step's GPU time on one rank.
+
+    The path copies with min(tokens, compute units) programs, each of which loops token by token,
+    and attends the copy with a kernel built for prefill.
+
+    Attributes:
+        extra_ms: GPU time beyond the paged path's, at the measured machine's price.
+        bytes_low_ms: Of it, the gather's traffic at that machine's fastest bandwidth figure.
+        rank_tokens: Tokens of a request on the rank.
+        accelerator: The measured machine.
+    """
+
+    extra_ms: float
+    bytes_low_ms: float
+    rank_tokens: float
+    accelerator: Accelerator
+
+    def scaled_ms(self, accelerator: Accelerator) -> float:
+        """Return extra_ms were it all a loop that the compute units share out.
+
+        extra_ms * (compute units measured / compute units of the other)
+
+        Modelled: a turn of the loop is assumed to take as long on both.
+        """
+        return self.extra_ms * self.accelerator.compute_units / accelerator.compute_units
+
+
+def published_gather(
+    stack: pd.DataFrame, step: Step, context_tokens: float, accelerator: Accelerator
+) -> PublishedGather:
+    """Return what the published path's kernels add, on a rank with context_tokens / ranks.
+
+    The GPU time of "published" minus that of "paged" (step_gpu_time), linear between the two
+    measured contexts around the rank's.
+
+    Args:
+        stack: measured("stack_...").
+        step: Whose rank.
+        context_tokens: Tokens of each request over all ranks.
+        accelerator: The machine of the rows.
+
+    Raises:
+        ValueError: A path was not measured, or the rank's tokens lie outside the measured
+            contexts: nothing is extrapolated.
+    """
+    busy = step_gpu_time(stack, step)
+    if missing := {"paged", "published"} - set(busy.columns):
+        raise ValueError(f"stack: expected rows of paged and published, got no {missing.pop()}")
+    extra = (busy.published - busy.paged).dropna().sort_index()
+    tokens = context_tokens / step.ranks
+    if extra.empty or not extra.index[0] <= tokens <= extra.index[-1]:
+        raise ValueError(
+            f"context_tokens: expected {step.ranks} x a measured context "
+            f"({', '.join(map(str, extra.index))}) or between two, got {context_tokens:g}"
+        )
+    moved = step.gather_bytes(context_tokens)
+    return PublishedGather(
+        extra_ms=float(np.interp(tokens, extra.index.astype(float), extra)),
+        bytes_low_ms=costs.floor_us(moved, accelerator.fastest.gbps) / 1e3,
+        rank_tokens=tokens,
+        accelerator=accelerator,
+    )
+
+
+def waterfall(
+    floor: pd.DataFrame,
+    gather: GatherCost,
+    published: PublishedGather | None = None,
+    *,
+    added_ms: float,
+) -> pd.DataFrame:
     """Return study 1's added time as parts with an interval each: explained, and the open rest.
 
     The gather's parts are added as if none hid behind another: the most a gather can come to.
 
     - its bytes: modelled, between the fastest and the slowest of the given accelerators;
-    - its kernels' GPU time beyond their bytes: measured on another machine, carried over as it is;
+    - its kernels' GPU time beyond their bytes: from the best gather to the published path's (the
+      worst measured one, should that be more), measured on another machine, carried over as it is;
     - its launches from the host: wall time, eager, on that machine, carried over as it is.
 
     What is left is open. Nobody measured on study 1's machine how long its launches, collectives
@@ -566,6 +708,7 @@ def waterfall(floor: pd.DataFrame, gather: GatherCost, *, added_ms: float) -> pd
     Args:
         floor: gather_floor(...) of the accelerators that study 1 may have run on.
         gather: gather_cost(...).
+        published: published_gather(...). Default: None, one of the gathers of gather_cost alone.
         added_ms: Study 1's added time.
 
     Returns:
@@ -576,7 +719,11 @@ def waterfall(floor: pd.DataFrame, gather: GatherCost, *, added_ms: float) -> pd
         "gather: its bytes": (floor.low_ms.min(), floor.high_ms.max(), "modelled", names),
         "gather: its kernels beyond the bytes": (
             max(0.0, gather.graph_low_ms - gather.bytes_high_ms),
-            max(0.0, gather.graph_high_ms - gather.bytes_low_ms),
+            max(
+                0.0,
+                gather.graph_high_ms - gather.bytes_low_ms,
+                0.0 if published is None else published.extra_ms - published.bytes_low_ms,
+            ),
             "measured",
             gather.gpu,
         ),
