@@ -382,7 +382,7 @@ def collect() -> list[Build]:
         for case, call in tqdm(cases(arch).items(), desc=arch, file=sys.stderr, leave=False):
             caught: list[tuple[str, object]] = []
             with (
-                planning_for(Device("hip", COMPUTE_UNITS[arch])),
+                planning_for(Device("hip", COMPUTE_UNITS[arch], chip=arch)),
                 _catching_launches(arch, caught),
             ):
                 call()

@@ -21,11 +21,13 @@ class Device:
         num_sms: Multiprocessors (CUs on AMD).
         dependent_launch: Whether a kernel may be launched while its predecessor drains (NVIDIA's
             programmatic dependent launch, compute capability 9.0 and up).
+        chip: 'gfx942', 'gfx950', ... on AMD, else empty.
     """
 
     arch: str
     num_sms: int
     dependent_launch: bool = False
+    chip: str = ""
 
 
 _planned: Device | None = None
@@ -72,5 +74,6 @@ def _facts(device: torch.device) -> Device:
         return Device("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return Device("hip", properties.multi_processor_count)
+        chip = properties.gcnArchName.partition(":")[0]
+        return Device("hip", properties.multi_processor_count, chip=chip)
     return Device("cuda", properties.multi_processor_count, properties.major >= 9)
