@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from contextlib import nullcontext
+import sys
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 from dcp_lab import AttnState, BoundDecode, DecodeWorkspace, Shard, merge_states, paged_decode
 from dcp_lab.kernels import decode as kernels
 from dcp_lab.ops.device import Device, current_device, planning_for
+from dcp_lab.ops.gather import GATHERS, gather_decode, gather_kv
+from dcp_lab.ops.kv_write import write_kv
+from dcp_lab.ops.mla import mla_paged_decode, write_mla_kv
 from dcp_lab.ops.workspace import DecodeConfig
 from dcp_lab.reference import eager_decode, reference_attention, reference_decode
 from dcp_lab.testing import PagedCase, assert_within_budget
@@ -822,6 +826,78 @@ def test_launches_go_to_the_tensors_device():
         assert torch.cuda.current_device() == 0
         truth = reference_decode(*case.tensors)
         assert_within_budget("bound", got, truth, eager_decode(*case.tensors))
+
+
+def every_op(device: str) -> None:
+    """Call each public operation and each way to launch it once, in fp32 on the device."""
+    case = PagedCase.build((20, 3), device=device)
+    truth, plain = reference_decode(*case.tensors), eager_decode(*case.tensors)
+    workspace = DecodeWorkspace(2, 4, 2, 32, kv_dtype=torch.float32, device=device)
+    state = AttnState(torch.empty(2, 4, 32, device=device), torch.empty(2, 4, device=device))
+    workspace.prepare(case.seq_lens)
+    bound = BoundDecode(*case.tensors, workspace=workspace, out=state.out, lse=state.lse)
+    state.out.fill_(math.nan)
+    assert_within_budget("bound", bound(), truth, plain)
+    assert_within_budget("split", paged_decode(*case.tensors, num_splits=2), truth, plain)
+    for gather in GATHERS:
+        got = gather_decode(*case.tensors, gather=gather)
+        assert_within_budget(gather, got, truth, plain)
+        gather_kv(*case.tensors[1:], gather=gather)
+    pair = torch.stack([truth.out, truth.out]).float(), torch.stack([truth.lse] * 2).float()
+    torch.testing.assert_close(merge_states(*pair).out, pair[0][0])
+    slots = torch.arange(2, device=device)
+    key, cache = torch.ones(2, 1, 48, device=device), torch.zeros(1, PAGE, 1, 48, device=device)
+    write_kv(key, 2 * key, cache, cache.clone(), slots)
+    latents = torch.zeros_like(cache[:, :, 0])
+    write_mla_kv(key[:, 0], latents, slots)
+    assert cache.sum() == latents.sum() == 96
+    got = mla_paged_decode(
+        torch.ones(1, 2, 48, device=device),
+        latents,
+        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        torch.full((1,), 2, dtype=torch.int32, device=device),
+        softmax_scale=1.0,
+        kv_lora_rank=32,
+    )
+    assert (got.out == 1).all()
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_every_op_works_while_another_device_is_current():
+    """Tensors on cuda:1, cuda:0 current: results are right, and cuda:0 is current after."""
+    with torch.cuda.device(0):
+        every_op("cuda:1")
+        assert torch.cuda.current_device() == 0
+
+
+def test_every_launch_is_on_the_tensors_device(monkeypatch):
+    """No operation launches a kernel without its tensors' device made current around it."""
+    # Not before dcp_lab, which switches the interpreter on.
+    from triton.runtime import KernelInterface
+
+    around, launched, bare = [], set(), set()
+
+    @contextmanager
+    def made_current(where):
+        around.append(where)
+        yield
+        around.pop()
+
+    def launch(kernel, grid):
+        launched.add(kernel.fn.__name__)
+        if not around:
+            bare.add(kernel.fn.__name__)
+        return launcher(kernel, grid)
+
+    launcher = KernelInterface.__getitem__
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(torch.cuda, "device_of", made_current)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dcp_lab.ops.") and hasattr(module, "current_device"):
+            monkeypatch.setattr(module, "current_device", made_current)
+    every_op(DEVICE)
+    assert not bare and len(launched) >= 10
 
 
 def test_another_device_is_made_current(monkeypatch):

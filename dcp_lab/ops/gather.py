@@ -26,7 +26,7 @@ from dcp_lab.ops.checks import (
     fail,
 )
 from dcp_lab.ops.copies import cache_arguments, choose_copy_config
-from dcp_lab.ops.device import Device, device_of, is_here
+from dcp_lab.ops.device import Device, current_device, device_of, is_here
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, split_call
 from dcp_lab.ops.workspace import DecodeConfig
@@ -214,23 +214,24 @@ class GatherWorkspace:
         self.prepared = PreparedGather(num_requests, max_pages, seq_starts)
         block_b = max(2, min(128, triton.next_power_of_2(num_requests)))
         block_u = max(2, min(2048 // block_b, triton.next_power_of_2(self._num_units)))
-        kernels._plan_gather_kernel[(max(1, triton.cdiv(self._num_units, block_u)),)](
-            seq_lens_ptr=seq_lens,
-            seq_starts_ptr=seq_lens if seq_starts is None else seq_starts,
-            cu_seqlens_ptr=self.cu_seqlens,
-            cu_units_ptr=self._cu_units,
-            unit_requests_ptr=self._unit_requests,
-            counts_ptr=self.counts,
-            num_requests=num_requests,
-            num_rows=self.max_tokens,
-            num_units=self._num_units,
-            table_tokens=max_pages * self.page_size,
-            UNIT=self._unit_tokens,
-            HAS_SEQ_STARTS=seq_starts is not None,
-            BLOCK_B=block_b,
-            BLOCK_U=block_u,
-            num_warps=4,
-        )
+        with current_device(self.device):
+            kernels._plan_gather_kernel[(max(1, triton.cdiv(self._num_units, block_u)),)](
+                seq_lens_ptr=seq_lens,
+                seq_starts_ptr=seq_lens if seq_starts is None else seq_starts,
+                cu_seqlens_ptr=self.cu_seqlens,
+                cu_units_ptr=self._cu_units,
+                unit_requests_ptr=self._unit_requests,
+                counts_ptr=self.counts,
+                num_requests=num_requests,
+                num_rows=self.max_tokens,
+                num_units=self._num_units,
+                table_tokens=max_pages * self.page_size,
+                UNIT=self._unit_tokens,
+                HAS_SEQ_STARTS=seq_starts is not None,
+                BLOCK_B=block_b,
+                BLOCK_U=block_u,
+                num_warps=4,
+            )
 
     def copy(
         self,
@@ -266,20 +267,24 @@ class GatherWorkspace:
             rows = self._unit_tokens * self.num_kv_heads
             config = choose_copy_config(rows, max(self.head_dim, self.head_dim_v), self.device)
             grid = (self._num_units, triton.cdiv(rows, config.block_rows))
-            kernels._gather_per_page_kernel[grid](
-                cu_units_ptr=self._cu_units,
-                UNIT=self._unit_tokens,
-                BLOCK_R=config.block_rows,
-                num_warps=config.num_warps,
-                **shared,
-            )
+            with current_device(self.device):
+                kernels._gather_per_page_kernel[grid](
+                    cu_units_ptr=self._cu_units,
+                    UNIT=self._unit_tokens,
+                    BLOCK_R=config.block_rows,
+                    num_warps=config.num_warps,
+                    **shared,
+                )
         else:
             grid, num_tokens = (self._num_units, self.num_kv_heads), self._num_units
             if self.gather == "published":
                 num_tokens = self._read_total() if total_tokens is None else total_tokens
                 grid = (min(num_tokens, device_of(self.device).num_sms), 1)
             if num_tokens:
-                kernels._gather_tokens_kernel[grid](num_tokens=num_tokens, num_warps=4, **shared)
+                with current_device(self.device):
+                    kernels._gather_tokens_kernel[grid](
+                        num_tokens=num_tokens, num_warps=4, **shared
+                    )
         if k is not self.k:
             self.k.copy_(k)
             self.v.copy_(v)
@@ -545,8 +550,9 @@ def gather_decode(
         return AttnState(out, lse)
     workspace.copy(a, block_table, total_tokens=total_tokens)
     rounded = interpreter_safe(out)
-    for launch in _plan_attention(a, workspace=workspace, attend=attend, out=rounded, lse=lse):
-        launch.run()
+    with current_device(q.device):
+        for launch in _plan_attention(a, workspace=workspace, attend=attend, out=rounded, lse=lse):
+            launch.run()
     if rounded is not out:
         out.copy_(rounded)
     return AttnState(out, lse)

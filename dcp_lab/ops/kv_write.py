@@ -10,6 +10,7 @@ from dcp_lab.kernels import kv_write as kernels
 from dcp_lab.ops.arguments import check_kv_cache
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor
 from dcp_lab.ops.copies import FP8_BIAS, cache_arguments, choose_copy_config
+from dcp_lab.ops.device import current_device
 
 
 def write_kv(
@@ -91,17 +92,18 @@ def write_kv(
         key, value = key.to(k_cache.dtype), value.to(k_cache.dtype)
     num_rows = num_tokens * heads
     config = choose_copy_config(num_rows, max(cache.head_dim, cache.head_dim_v), device)
-    kernels._write_kv_kernel[(triton.cdiv(num_rows, config.block_rows),)](
-        key_ptr=key,
-        value_ptr=value,
-        slot_mapping_ptr=slot_mapping,
-        num_rows=num_rows,
-        num_slots=cache.num_pages * cache.page_size,
-        stride_key_t=key.stride(0),
-        stride_key_h=key.stride(1),
-        stride_value_t=value.stride(0),
-        stride_value_h=value.stride(1),
-        BLOCK_R=config.block_rows,
-        num_warps=config.num_warps,
-        **cache_arguments(cache, spare=slot_mapping),
-    )
+    with current_device(device):
+        kernels._write_kv_kernel[(triton.cdiv(num_rows, config.block_rows),)](
+            key_ptr=key,
+            value_ptr=value,
+            slot_mapping_ptr=slot_mapping,
+            num_rows=num_rows,
+            num_slots=cache.num_pages * cache.page_size,
+            stride_key_t=key.stride(0),
+            stride_key_h=key.stride(1),
+            stride_value_t=value.stride(0),
+            stride_value_h=value.stride(1),
+            BLOCK_R=config.block_rows,
+            num_warps=config.num_warps,
+            **cache_arguments(cache, spare=slot_mapping),
+        )

@@ -17,6 +17,7 @@ from dcp_lab.ops.arguments import (
 )
 from dcp_lab.ops.checks import FLOAT_DTYPES, FP8_DTYPES, check_tensor, fail
 from dcp_lab.ops.copies import FP8_BIAS, choose_copy_config
+from dcp_lab.ops.device import current_device
 from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, run_split_call, split_call
 from dcp_lab.ops.workspace import DecodeWorkspace
@@ -251,22 +252,23 @@ def write_mla_kv(
         latent = latent.to(kv_cache.dtype)
     on_device = isinstance(kv_scale, torch.Tensor)
     config = choose_copy_config(num_tokens, width, latent.device)
-    kernels._write_mla_kv_kernel[(triton.cdiv(num_tokens, config.block_rows),)](
-        latent_ptr=latent,
-        kv_ptr=target,
-        kv_scale_ptr=kv_scale if on_device else slot_mapping,
-        slot_mapping_ptr=slot_mapping,
-        kv_scale=1.0 if kv_scale is None or on_device else float(kv_scale),
-        num_tokens=num_tokens,
-        num_slots=num_pages * page_size,
-        stride_latent_t=latent.stride(0),
-        stride_kv_p=target.stride(0),
-        stride_kv_t=target.stride(1),
-        HEAD_DIM=width,
-        PAGE_SIZE=page_size,
-        FP8_BIAS=fp8_bias,
-        SCALE_ON_DEVICE=on_device,
-        BLOCK_T=config.block_rows,
-        BLOCK_D=triton.next_power_of_2(width),
-        num_warps=config.num_warps,
-    )
+    with current_device(latent.device):
+        kernels._write_mla_kv_kernel[(triton.cdiv(num_tokens, config.block_rows),)](
+            latent_ptr=latent,
+            kv_ptr=target,
+            kv_scale_ptr=kv_scale if on_device else slot_mapping,
+            slot_mapping_ptr=slot_mapping,
+            kv_scale=1.0 if kv_scale is None or on_device else float(kv_scale),
+            num_tokens=num_tokens,
+            num_slots=num_pages * page_size,
+            stride_latent_t=latent.stride(0),
+            stride_kv_p=target.stride(0),
+            stride_kv_t=target.stride(1),
+            HEAD_DIM=width,
+            PAGE_SIZE=page_size,
+            FP8_BIAS=fp8_bias,
+            SCALE_ON_DEVICE=on_device,
+            BLOCK_T=config.block_rows,
+            BLOCK_D=triton.next_power_of_2(width),
+            num_warps=config.num_warps,
+        )
