@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +121,36 @@ def test_a_client_that_fails_or_hangs_says_so(server, tmp_path):
         run_client(hang, log=log, timeout_s=2)
     with pytest.raises(ClientError, match="no-such-program: not found"):
         run_client(["no-such-program", "x"], log=log, timeout_s=1)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_client_leaves_no_children(status, tmp_path):
+    """What a program started ends with it, also when the program itself ended well or badly."""
+    child = "import time; time.sleep(60)"
+    code = (
+        "import subprocess, sys\n"
+        f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"
+        f"sys.exit({status})"
+    )
+    log = tmp_path / "x.log"
+    with contextlib.suppress(ClientError):
+        run_client([sys.executable, "-c", code], log=log, timeout_s=30)
+    pid = int(log.read_text())
+    deadline = time.monotonic() + 10
+    while running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = running(pid)
+    if left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def running(pid):
+    """Whether a process lives; one that only waits for its parent to notice does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_versions_are_those_of_the_python_that_serves(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -48,8 +49,10 @@ def run_client(
         environment: Variables on top of this process's.
 
     Raises:
-        ClientError: There is no such program, it failed, or it was not done in time. In each case
-            and on Ctrl-C, nothing of it is left.
+        ClientError: There is no such program, it failed, or it was not done in time.
+
+    Notes:
+        However it ends, also late or by Ctrl-C, nothing of it is left: its children go too.
     """
     name = f"{Path(command[0]).name} {command[1]}"
     if shutil.which(command[0]) is None:
@@ -82,15 +85,14 @@ def run_client(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that is still running, and its children with it."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, signum)
-        try:
+    """End a program that may still run, and the children it has or has left behind."""
+    signums = (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else (signal.SIGKILL,)
+    for signum in signums:
+        # Also when the leader is gone: the group lives on with its children.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _tail(log: Path) -> str:
