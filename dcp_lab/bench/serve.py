@@ -8,24 +8,24 @@
 
 The model has study 1's attention per rank: 8 query heads on 1 KV head of 128, 16 requests. Each
 engine is a process group of its own, bounded by --limit and gone afterwards; its log lies beside
---out. A row is one JSON line, written when its engine has ended well.
+--out. A row is one JSON line, written when its engine has ended well; data/README.md says what is
+in it. Rows are held against each other only when their settings and their machine are the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dcp_lab.bench import record
+from dcp_lab.serving.clients import ClientError, run_client
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,11 @@ TARGETS = (
     ("none_ours_full", "none_full", "tpot_median_ms", 1.0, None),
     ("ours_direct_full", "fa_a2a_full", "ttft_median_ms", 1.1, (2000,)),
 )
+# Each target has a context among these.
+CONTEXTS = (1000, 2000, 3000, 5000, 8000)
+# What two rows must have in common to be held against each other.
+SETTINGS = ("layers", "requests", "repeats", "random_weights")
+MACHINE = ("gpu", "gpu_count", "driver", "torch", "triton", "vllm")
 # Of positions of which DCP 1 and DCP 2 must give the same token; the rest must be ties.
 SAME_TOKENS = 0.99
 TIE = 0.05
@@ -86,36 +91,28 @@ def run_row(name: str, wanted: dict[str, Any], log: Path, limit_s: float) -> dic
     """
     command = [sys.executable, "-m", "dcp_lab.vllm_plugin.engine", json.dumps(wanted)]
     environ = {
-        **os.environ,
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # The engine asks its workers with a function of its own, facts_of, which vLLM pickles only
+        # when told so. Both ends are processes of this machine that this engine has started.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # FlashInfer's sampler would be compiled on the first use.
+        "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
-    # FlashInfer's sampler would be compiled on the first use.
-    environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status: object = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            status = f"none after {limit_s:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=60)
+    try:
+        run_client(command, log=log, timeout_s=limit_s, environment=environ)
+        why = f"it ended without a result; the end of {log.name}:"
+    except ClientError as error:
+        why = str(error).splitlines()[0]
+    else:
+        text = log.read_text(errors="replace")
+        if "\nRESULT\n" in text:
+            return json.loads(text.split("\nRESULT\n", 1)[1].splitlines()[0])
+    # A worker's error stands far above the end, where every process says that it stops.
     text = log.read_text(errors="replace")
-    if status == 0 and "\nRESULT\n" in text:
-        return json.loads(text.split("\nRESULT\n", 1)[1].splitlines()[0])
     lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
-    print(f"{name}: FAILED, status {status}; {log}:\n" + "\n".join(lines[-6:]), flush=True)
+    print(f"{name}: FAILED: {why}\n" + "\n".join(lines[-6:]), flush=True)
     return None
 
 
@@ -133,8 +130,20 @@ def by_context(row: Mapping[str, Any], metric: str) -> dict[int, float]:
     return {entry["context"]: entry[metric] for entry in row["times"]}
 
 
+def differences(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return why two rows cannot be held against each other, empty when they can."""
+    if missing := [name for name in MACHINE if not (name in row and name in other)]:
+        return f"a row without its {', '.join(missing)}"
+    pairs = [(name, row["wanted"][name], other["wanted"][name]) for name in SETTINGS]
+    pairs += [(name, row[name], other[name]) for name in MACHINE]
+    return ", ".join(f"{name} {a} against {b}" for name, a, b in pairs if a != b)
+
+
 def gate(path: Path) -> int:
-    """Print each target beside what was measured; return how many were missed or not measured."""
+    """Print each target beside what was measured; return how many were missed or not measured.
+
+    A target whose two rows differ in their settings or their machine is not measured.
+    """
     rows, missed = read_rows(path), 0
     for name, other, metric, most, where in TARGETS:
         label = f"{name} {metric.split('_')[0].upper()} <= {most:g} x {other}"
@@ -142,6 +151,11 @@ def gate(path: Path) -> int:
             print(f"not measured   {label}")
             missed += 1
             continue
+        if different := differences(rows[name], rows[other]):
+            print(f"not measured   {label}: {different}")
+            missed += 1
+            continue
+        label += f" ({rows[name]['wanted']['layers']} layers)"
         ours, theirs = by_context(rows[name], metric), by_context(rows[other], metric)
         contexts = sorted(set(ours) & set(theirs))
         if where == "from 8000":
@@ -163,7 +177,10 @@ def gate(path: Path) -> int:
 
 
 def compare(path: Path) -> int:
-    """Hold every DCP 2 row's greedy tokens against DCP 1's; return how many rows differ.
+    """Hold every row's greedy tokens against DCP 1's; return how many rows differ.
+
+    Without a DCP 1 row and a DCP 2 row that have tokens, nothing was shown: that counts as one. So
+    does a row whose settings, machine or contexts are not the reference's.
 
     A position counts until the first one that differs, of which the two likeliest tokens of DCP 1
     must lie within TIE of each other; after that the texts are two.
@@ -173,8 +190,17 @@ def compare(path: Path) -> int:
     if reference is None:
         print("no DCP 1 row with tokens: run with --random-weights")
         return 1
+    held = 0
     for name, row in rows.items():
         if "greedy" not in row or row is reference:
+            continue
+        held += row["dcp"] == 2
+        different = differences(row, reference)
+        if row["greedy"].keys() != reference["greedy"].keys():
+            different = different or "its contexts are others"
+        if different:
+            print(f"not compared {name}: {different}")
+            wrong += 1
             continue
         same = compared = ties = 0
         for context, requests in reference["greedy"].items():
@@ -186,13 +212,15 @@ def compare(path: Path) -> int:
                         ties += first - second < TIE
                         break
                     same += 1
-        share = same / compared
-        good = share > SAME_TOKENS and ties == compared - same
+        good = same > SAME_TOKENS * compared and ties == compared - same
         wrong += not good
         print(
             f"{'same  ' if good else 'DIFFER'} {name}: {same} of {compared} positions, "
             f"{ties} of the rest are ties"
         )
+    if not held:
+        print("no DCP 2 row with tokens: run with --random-weights")
+        wrong += 1
     return wrong
 
 
@@ -207,7 +235,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gate", type=Path, help="judge this file and run nothing")
     parser.add_argument("--compare", type=Path, help="compare this file's tokens, run nothing")
     parser.add_argument("--rows", default=",".join(ROWS), help="default: all")
-    parser.add_argument("--contexts", default="1000,2000,3000,5000", help="tokens of each prompt")
+    parser.add_argument(
+        "--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of each prompt"
+    )
     parser.add_argument("--layers", type=int, default=94)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -225,6 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(names) - set(ROWS))
     if unknown:
         parser.error(f"--rows: expected some of {', '.join(ROWS)}; got {unknown[0]}")
+    if reason := record.why_not_kept(record.provenance()):
+        parser.error(reason)
     given.out.parent.mkdir(parents=True, exist_ok=True)
 
     from dcp_lab.serving.model_folder import STUDY1_TWO_GPUS, write_model_folder
@@ -253,8 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
             if result is None:
                 failed += 1
                 continue
-            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            line = {"row": name, "date_utc": date, "dcp": row.dcp, **result}
+            line = {"row": name, "dcp": row.dcp, **record.provenance(), **result}
             with given.out.open("a") as out:
                 out.write(json.dumps(line) + "\n")
             times = by_context(result, "tpot_median_ms")
