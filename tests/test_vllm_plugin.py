@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import logging
+import sys
 import types
 from typing import Any
 
@@ -146,6 +148,26 @@ def test_the_gate_is_put_in_place_once():
     assert calls == [Platform]
 
 
+@pytest.mark.parametrize(("dcp", "kept"), [(1, False), (2, True)])
+def test_the_gate_leaves_alone_what_dcp_did_not_lower(
+    dcp: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Without DCP vLLM had another reason for PIECEWISE, which the gate does not undo."""
+    logger = types.SimpleNamespace(init_logger=lambda name: logging.getLogger(name))
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.logger", logger)
+    config = types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(cudagraph_mode=Mode.PIECEWISE),
+        parallel_config=types.SimpleNamespace(
+            decode_context_parallel_size=dcp, dcp_comm_backend="a2a"
+        ),
+        additional_config={"dcp_lab": {"rocm_full_graph_gate": "a2a"}},
+    )
+    gate.keep_full_graphs(config, Mode.FULL_AND_PIECEWISE)
+    full = config.compilation_config.cudagraph_mode == Mode.FULL_AND_PIECEWISE
+    assert full == kept
+
+
 # ---- a step ---------------------------------------------------------------------------------
 
 NUM_Q_HEADS, HEAD_DIM = 4, 64
@@ -211,13 +233,21 @@ def rank_state(whole: PagedCase, shard: Shard, drafts: int, gather: str | None) 
     return exchange.kept
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("gather", [None, "published"])
-def test_a_decode_step_over_two_ranks_is_exact(gather: str | None):
-    """Planned once, attended on each rank's shard, merged: the oracle over whole requests."""
+def test_a_decode_step_over_two_ranks_is_exact(gather: str | None, tokens: int):
+    """Planned once, attended on each rank's shard, merged: the oracle over whole requests.
+
+    tokens: Query tokens of each request, a token and its drafts.
+    """
     whole = PagedCase.build(
-        [33, 1, 0, 17, 64], num_q_heads=NUM_Q_HEADS, num_kv_heads=1, head_dim=HEAD_DIM
+        [33, tokens, 0 if tokens == 1 else 5, 17, 64],
+        num_q_heads=NUM_Q_HEADS,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        query_lens=None if tokens == 1 else [tokens] * 5,
     )
-    states = [rank_state(whole, Shard(rank, 2, 16), 1, gather) for rank in (0, 1)]
+    states = [rank_state(whole, Shard(rank, 2, 16), tokens, gather) for rank in (0, 1)]
     outs, lses = (torch.stack(parts) for parts in zip(*states, strict=True))
     merged = reference_merge(outs, lses)
     expected = reference_decode(*whole.tensors, **whole.reference_options())
@@ -246,6 +276,19 @@ def test_a_small_step_has_tiles_of_its_own():
     assert used == {1: 16, 16: 16, 17: 64, 300: 300}
 
 
+def test_the_sizes_gather_into_one_buffer():
+    """Steps of 16, 64 and 300 requests share K and V, which hold what the largest may gather."""
+    shape = LayerShape(4, 1, 64, None, torch.float32, torch.float32)
+    limits = Limits(300, 300, 1, 256, 1 << 20, 16)
+    planner = Planner([shape], limits, Shard(0, 1), torch.device("cpu"), gather="per_page")
+    made = [workspaces[shape] for _, workspaces in planner._workspaces]
+    assert [workspace.max_requests for workspace in made] == [16, 64, 256, 300]
+    for side in ("k", "v"):
+        buffers = [getattr(workspace, side) for workspace in made]
+        assert len({buffer.data_ptr() for buffer in buffers}) == 1
+        assert [len(buffer) for buffer in buffers] == [workspace.max_tokens for workspace in made]
+
+
 def test_long_prefills_go_through_the_reducer_in_pieces():
     """No piece is larger than the reducer's buffers, and the pieces are all of the tokens."""
     from dcp_lab.vllm_plugin.attention import Exchange
@@ -266,29 +309,6 @@ def test_long_prefills_go_through_the_reducer_in_pieces():
     exchange.reduce(state, output)
     assert Reducer.seen == [MAX_REDUCER_TOKENS, MAX_REDUCER_TOKENS, 5]
     assert torch.equal(output, state.out[:, :2] + 1)
-
-
-def test_a_reducer_writes_where_it_is_told(tmp_path: Any):
-    """With out= the merged heads land there, at no copy; another shape or stride is refused."""
-    import torch.distributed as dist
-
-    from dcp_lab import AttnState, make_reducer
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'r'}", rank=0, world_size=1)
-    try:
-        sizes = {"max_tokens": 4, "num_q_heads": 2, "head_dim": 16, "dtype": torch.float32}
-        reducer = make_reducer("a2a", group=None, device="cpu", **sizes)
-        state = AttnState(torch.randn(3, 2, 16), torch.zeros(3, 2))
-        output = torch.full((5, 2, 16), torch.nan)
-        merged = reducer(state, out=output[1:4])
-        assert merged.out.data_ptr() == output[1].data_ptr()
-        assert torch.equal(output[1:4], state.out) and output[[0, 4]].isnan().all()
-        with pytest.raises(ValueError, match="out: expected"):
-            reducer(state, out=output[:2])
-        with pytest.raises(ValueError, match="out: expected a contiguous tensor"):
-            reducer(state, out=torch.empty(3, 2, 32)[..., :16])
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

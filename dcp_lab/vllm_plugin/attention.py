@@ -138,6 +138,8 @@ class Planner:
             (requests, {shape: make(shape, requests) for shape in set(shapes)})
             for requests in (*(size for size in WORKSPACE_REQUESTS if size < most), most)
         ]
+        if gather is not None:
+            self._share_gathered()
         self._local = torch.zeros(limits.max_requests, dtype=torch.int32, device=device)
 
     def _decode_workspace(self, shape: LayerShape, requests: int) -> DecodeWorkspace:
@@ -165,6 +167,14 @@ class Planner:
             gather=gather,
             device=self.device,
         )
+
+    def _share_gathered(self) -> None:
+        """Let a shape's workspaces gather into the largest one's K and V: a step uses only one."""
+        *smaller, (_, largest) = self._workspaces
+        for _, workspaces in smaller:
+            for shape, workspace in workspaces.items():
+                rows = slice(workspace.max_tokens)
+                workspace.k, workspace.v = largest[shape].k[rows], largest[shape].v[rows]
 
     def _prepare(self, part: Part) -> None:
         for shape, workspace in part.workspaces.items():

@@ -47,6 +47,9 @@ def keep_full_graphs(vllm_config: Any, requested: Any) -> None:
     lowered = compilation.cudagraph_mode
     if requested is None or lowered == requested or lowered.name != "PIECEWISE":
         return
+    # Without DCP it was lowered for a reason that the gate knows nothing of.
+    if parallel.decode_context_parallel_size <= 1:
+        return
     options = read_options(getattr(vllm_config, "additional_config", None))
     rule = RULES.get(options.rocm_full_graph_gate)
     if rule is None:

@@ -13,8 +13,9 @@ RECORD = Path(__file__).with_name("versions.json")
 def releases() -> dict[str, dict[str, Any]]:
     """Return release -> what is on record of it, oldest first.
 
-    'run' lists engines that served a model with this backend (date, machine, what), 'checked' the
-    checks that the release's own code passed without an engine (date, checks).
+    'run' lists engines that served a model with this backend (date, machine, what), entered by
+    hand once tests/test_vllm_cpu_engine.py has passed; 'checked' the checks that the release's own
+    code passed without an engine (date, checks), which tools/check_vllm_versions.py enters.
     """
     return json.loads(RECORD.read_text())
 
