@@ -401,6 +401,33 @@ def test_group_of_one(reducer: str) -> None:
         assert torch.equal(got.lse[row], state.lse[row])
 
 
+@by_reducer
+@pytest.mark.usefixtures("lone_group")
+def test_a_reducer_writes_where_it_is_told(reducer: str) -> None:
+    """out= for one call, write_to for all later ones: at no copy, and odd tensors are refused."""
+    call = make_reducer(**ARGUMENTS | {"name": reducer})
+    held = call.memory_bytes()
+    state = AttnState(torch.randn(3, 6, 64), torch.randn(3, 6))
+    output = torch.full((5, 6, 64), math.nan)
+    merged = call(state, out=output[1:4])
+    assert merged.out.data_ptr() == output[1].data_ptr()
+    assert torch.equal(output[1:4], state.out) and output[[0, 4]].isnan().all()
+    with pytest.raises(ValueError, match="out: expected"):
+        call(state, out=output[:2])
+    with pytest.raises(ValueError, match="out: expected a contiguous tensor"):
+        call(state, out=torch.empty(3, 6, 128)[..., :64])
+    out, lse = torch.full((4, 6, 64), math.nan), torch.full((4, 6), math.nan)
+    call.write_to(out, lse)
+    call(state)
+    assert torch.equal(out[:3], state.out) and torch.equal(lse[:3], state.lse)
+    assert out[3].isnan().all() and lse[3].isnan().all()
+    assert call.memory_bytes() == held
+    with pytest.raises(ValueError, match="^out: expected"):
+        call.write_to(out[:1], lse)
+    with pytest.raises(ValueError, match="^lse: expected a contiguous tensor"):
+        call.write_to(out, torch.empty(6, 4).t())
+
+
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("reducer", NAMES)
 def test_result_lives_until_the_next_call(reducer: str) -> None:

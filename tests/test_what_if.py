@@ -75,6 +75,7 @@ def test_what_moves_a_step():
     ],
 )
 def test_what_is_refused(asked, said):
+    """A question that no machine or group could answer is refused, and says what was expected."""
     with pytest.raises(ValueError, match=said):
         Question(**asked)
 
