@@ -4,8 +4,8 @@ One step makes one token for every request. A layer is
 
     dense piece      norm, q and kv projection; after the attention its output projection and the
                      feed-forward block, each followed by the tensor-parallel all-reduce
-    write_kv         the new token's K and V, on the rank that owns its position
     q gather         with DCP: the group's query heads, so that a rank attends its shard with all
+    write_kv         the new token's K and V, on the rank that owns its position
     attention path   paged, or a gather of the pages and an attention over contiguous KV
     reducer          with DCP: partial states to this rank's own heads
 
@@ -15,7 +15,7 @@ depend on the corner: all ranks hold equal K and V (a KV head that tensor parall
 so without DCP each rank has the whole cache and with DCP its share.
 
 Modes mean what they mean in vLLM. "eager": every kernel is launched from Python. "piecewise": the
-dense work between two attentions is one graph, and what lies between (write_kv, q gather,
+dense work between two attentions is one graph, and what lies between (q gather, write_kv,
 attention, reducer, merge) is launched eagerly. "full": the whole step is one graph.
 
 The same token is decoded in every step, so a step can be repeated and compared. Left out: rotary
@@ -235,8 +235,8 @@ def _one_of(argument: str, value: object, allowed: Sequence[str]) -> None:
 class Pages:
     """The cached tokens of all KV layers as one rank holds them, paged.
 
-    Unused slots, the new token's until it is written too, are NaN; unused entries of block_table
-    are out of range.
+    Unused slots, the new token's until it is written too, are NaN. Every entry of
+    block_table is a page of the cache: the requests are equally long.
 
     Attributes:
         k, v: One cache a KV layer; of a latent cache both are the same tensor.
@@ -845,8 +845,13 @@ class Stack:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     call()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    # The stream must not stay in capture; what ends it may fail too, and says
+                    # less than the first error.
+                    with contextlib.suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
                 found.append(graph.replay)
         torch.cuda.synchronize()
         return found

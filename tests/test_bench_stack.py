@@ -16,6 +16,7 @@ from dcp_lab.bench import costs, record
 from dcp_lab.bench import stack as bench
 from dcp_lab.reducers.local_group import run_ranks
 from dcp_lab.stack import ATTENTIONS, MODELS, Corner
+from dcp_lab.testing import error_and_budget
 
 
 def test_names_are_those_of_the_stack() -> None:
@@ -98,6 +99,28 @@ def test_a_wrong_step_has_no_time(fault: str | None) -> None:
         bench.check(stack, "broken", hidden)
 
 
+def test_each_error_is_the_worst_ranks() -> None:
+    """Each error is the largest of all ranks, with the budget that it was held against."""
+    names = [name for pair in bench.ERRORS.items() for name in pair]
+    ranks = [
+        dict(zip(names, values, strict=True))
+        for values in ((1, 9, 5, 8, 3, 7), (2, 4, 3, 6, 1, 5))
+    ]
+    assert list(bench.worst_of(ranks).values()) == [2, 4, 5, 8, 3, 7]
+    stack = tiny()
+    stack.step(Corner.no_dcp("eager"))()
+    hidden = (stack.reference()[0], stack.reference(stack.dtype)[0])
+    found = bench.check(stack, "right", hidden)
+    assert bench.worst_of([found]) == found
+    lse = error_and_budget(
+        stack.attn.lse,
+        stack.last_attention().lse,
+        stack.last_attention(stack.dtype).lse,
+        least_scale=1.0,
+    )
+    assert (found["lse_error"], found["lse_error_budget"]) == lse
+
+
 def test_two_ranks_write_rows(tmp_path: Path) -> None:
     """A block on two ranks over gloo leaves checked rows; what cannot be made is left out."""
     corners = (Corner.no_dcp("eager"), Corner("eager", reducer="direct"), Corner("eager"))
@@ -148,3 +171,32 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         assert bench.main([]) == 2
         assert "expected 2 GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "table"),
+    [
+        ("NVIDIA H200", 1, "stack_h200.csv"),
+        ("NVIDIA H200", 2, "stack_h200x2.csv"),
+        ("AMD Instinct MI355X", 2, "stack_mi355xx2.csv"),
+    ],
+)
+def test_a_machine_has_its_own_table(
+    gpu: str, ranks: int, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows go to the table of the GPUs that were measured; without a commit nothing is."""
+    source = {"git_commit": "0" * 40, "gpu": gpu}
+    seen = []
+
+    def measured(*_: object, args: tuple, **__: object) -> list[tuple[int, list, list]]:
+        seen.append(args[1]["out"].name)
+        return [(1, [], [])] * ranks
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(bench, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: ranks)
+    monkeypatch.setattr(record, "provenance", lambda: source)
+    monkeypatch.setattr(bench, "run_ranks", measured)
+    assert bench.main(["--ranks", str(ranks)]) == 0 and seen == [table]
+    source["git_commit"] = "main"
+    assert bench.main(["--ranks", str(ranks)]) == 2 and seen == [table]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+import types
+
 import pytest
 import torch
-import torch.distributed as dist
 from stack_ranks import TINY, TINY_LATENT, judge, run_corners, tiny
 
-from dcp_lab.reducers import make_reducer
 from dcp_lab.reducers.local_group import run_ranks
-from dcp_lab.stack import KIMI_K3_LIKE, QWEN3_235B, Corner, count_on_rank, simulated_step
-from dcp_lab.state import AttnState
+from dcp_lab.stack import (
+    KIMI_K3_LIKE,
+    QWEN3_235B,
+    Corner,
+    Step,
+    count_on_rank,
+    simulated_step,
+)
 
 BUDGET_S = 150
 
@@ -41,10 +49,18 @@ def test_gathers_without_dcp() -> None:
         torch.testing.assert_close(x, first, atol=1e-5, rtol=1e-5)
 
 
-def test_bound_and_16_bits() -> None:
-    """A bound attention gives the same bits; bf16 stays within its budget."""
+def test_16_bits() -> None:
+    """In bf16 attention and residual stream stay within their budgets."""
+    run_corners(0, 1, TINY, (Corner.no_dcp("piecewise"),), {"dtype": torch.bfloat16})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+def test_bound_gives_the_same_bits() -> None:
+    """A bound attention is the same launch: on the CPU it is paged_decode itself."""
     corners = (Corner.no_dcp("piecewise"), Corner.no_dcp("piecewise", bound=True))
-    one, other = run_corners(0, 1, TINY, corners, {"dtype": torch.bfloat16})
+    options = {"dtype": torch.bfloat16, "device": "cuda", "page_size": 16}
+    one, other = run_corners(0, 1, TINY, corners, options)
     assert torch.equal(one, other)
 
 
@@ -154,6 +170,57 @@ def test_the_host_can_be_slowed() -> None:
     assert full.added_launches == 1
 
 
+@pytest.mark.parametrize(("mode", "launches"), [("piecewise", 3 + 2 * 2), ("full", 3)])
+def test_added_host_time_is_spent(mode: str, launches: int) -> None:
+    """A delayed step takes launch_delay_us for each added launch: no less, and not twice."""
+
+    def nothing(*_: object) -> None:
+        pass
+
+    step = Step(Corner.no_dcp(mode), nothing, nothing, [nothing] * 3, full=mode == "full")
+    step.launches_per_layer = 2.0 if mode == "piecewise" else 0.0
+    assert step.added_launches == launches
+
+    def seconds(delay_us: float) -> float:
+        step.launch_delay_us = delay_us
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    added = 0.02 * launches
+    assert min(seconds(0.0) for _ in range(3)) < 0.1 * added
+    assert added <= min(seconds(20_000.0) for _ in range(3)) < 1.6 * added
+
+
+def test_a_capture_fails_by_its_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call raised while it was captured is not hidden by the capture's own end."""
+    ended = []
+
+    class Graph:
+        def capture_begin(self, **_: object) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            ended.append(self)
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    stack = tiny()
+    stack.device = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(stack, "_capture_stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+
+    def call() -> None:
+        raise ValueError("the call's own")
+
+    with pytest.raises(ValueError, match="^the call's own$"):
+        stack._captured([call])
+    assert len(ended) == 1
+    with pytest.raises(RuntimeError, match="during capture"):
+        stack._captured([lambda: None])
+
+
 def test_calls_are_counted() -> None:
     """The published path makes 11 calls a layer, one of them a wait, paged + a2a 8, no DCP 3."""
     corners = (
@@ -168,24 +235,3 @@ def test_calls_are_counted() -> None:
     assert published["between"] == 94 * 11 + 1
     assert full["between"] == 94 * 8 + 1 and full["launches"] == 1
     assert alone["launches"] == alone["between"] + 95
-
-
-def test_a_reducer_writes_where_it_is_told(tmp_path) -> None:
-    """write_to sends results there and counts that memory; another shape or stride is refused."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
-    try:
-        sizes = {"max_tokens": 2, "num_q_heads": 2, "head_dim": 16}
-        reducer = make_reducer("a2a", group=None, dtype=torch.float32, device="cpu", **sizes)
-        held = reducer.memory_bytes()
-        out, lse = torch.full((2, 2, 16), torch.nan), torch.full((2, 2), torch.nan)
-        reducer.write_to(out, lse)
-        state = AttnState(torch.randn(2, 2, 16), torch.randn(2, 2))
-        reducer(state)
-        assert torch.equal(out, state.out) and torch.equal(lse, state.lse)
-        assert reducer.memory_bytes() == held
-        with pytest.raises(ValueError, match=r"^out: expected"):
-            reducer.write_to(out[:1], lse)
-        with pytest.raises(ValueError, match=r"^lse: expected a contiguous tensor"):
-            reducer.write_to(out, torch.empty(2, 2).t())
-    finally:
-        dist.destroy_process_group()

@@ -55,7 +55,7 @@ from dcp_lab.stack import (
     Stack,
     Step,
 )
-from dcp_lab.testing import assert_within_budget
+from dcp_lab.testing import assert_within_budget, error_and_budget
 
 STEPS_A_SAMPLE = 3
 # What is kept back for ending well, and how much longer than asked the processes may live.
@@ -206,18 +206,15 @@ def blocks_alone() -> tuple[Block, ...]:
 # ---- one corner ----------------------------------------------------------------------------
 
 
-def _errors(name: str, got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor) -> tuple:
+def _errors(
+    name: str, got: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor
+) -> tuple[float, float]:
     """Return (error, budget) of a result that is within it; raise RuntimeError when it is not."""
     try:
         assert_within_budget(name, got, truth, plain)
     except AssertionError as wrong:
         raise RuntimeError(f"not timed, since its result is off: {wrong}") from None
-    scale = float(truth.abs().max())
-    if name.endswith("lse"):
-        scale = max(1.0, scale)
-    step = torch.finfo(got.dtype).eps * scale
-    error = float((got.double() - truth.double()).abs().max())
-    return error, 2 * (float((plain.double() - truth.double()).abs().max()) + step)
+    return error_and_budget(got, truth, plain)
 
 
 def check(stack: Stack, name: str, hidden: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
@@ -237,12 +234,29 @@ def check(stack: Stack, name: str, hidden: tuple[torch.Tensor, torch.Tensor]) ->
     except AssertionError as wrong:
         raise RuntimeError(f"not timed, since its attention is off: {wrong}") from None
     found: dict[str, float] = {}
-    for prefix, part in (("", "out"), ("lse_", "lse")):
-        got, right, eager = (getattr(s, part) for s in (stack.attn, truth, plain))
-        error, budget = _errors(f"{name}: {part}", got, right, eager)
+    for prefix, part, least_scale in (("", "out", 0.0), ("lse_", "lse", 1.0)):
+        parts = (getattr(s, part) for s in (stack.attn, truth, plain))
+        error, budget = error_and_budget(*parts, least_scale=least_scale)
         found |= {f"{part}_error": error, f"{prefix}error_budget": budget}
     error, budget = _errors(f"{name}: hidden", stack.x, *hidden)
     return found | {"hidden_error": error, "hidden_error_budget": budget}
+
+
+# Each error of check, with its budget.
+ERRORS = {
+    "out_error": "error_budget",
+    "lse_error": "lse_error_budget",
+    "hidden_error": "hidden_error_budget",
+}
+
+
+def worst_of(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the largest of all ranks of each error of check, each with its rank's budget."""
+    found: dict[str, float] = {}
+    for error, budget in ERRORS.items():
+        worst = max(ranks, key=lambda rank: rank[error])
+        found |= {error: worst[error], budget: worst[budget]}
+    return found
 
 
 def busy_ms(events: Iterable[Mapping[str, Any]]) -> float:
@@ -459,9 +473,7 @@ class Run:
             self.problems.append(problems[0])
             self.say(f"   LEFT OUT {problems[0]}")
             return None
-        parts = from_all(errors)
-        worst = max(range(len(parts)), key=lambda rank: parts[rank]["hidden_error"])
-        return step, parts[worst], self._profile(stack, step, profile)
+        return step, worst_of(from_all(errors)), self._profile(stack, step, profile)
 
     def _profile(self, stack: Stack, step: Step, block: Block) -> dict[str, float]:
         """Return launches and GPU time of a step, the largest of all ranks."""
@@ -669,11 +681,6 @@ def measure_rank(
     return run.rows, run.problems, run.said
 
 
-def machine_table(ranks: int) -> str:
-    """Return the name of the table of this many H200s."""
-    return "stack_h200" if ranks == 1 else f"stack_h200x{ranks}"
-
-
 def main(args: list[str] | None = None) -> int:
     """Measure and append rows; 1 when a corner was left out or nothing was measured."""
     begin = time.time()
@@ -712,18 +719,15 @@ def main(args: list[str] | None = None) -> int:
         )
         return 2
     source = record.provenance()
-    if source["git_commit"] == "unknown":
-        print(
-            "bench stack: expected a git checkout, or DCP_LAB_GIT_COMMIT set to the output of "
-            "git describe --always --dirty --abbrev=40 --exclude '*'",
-            file=sys.stderr,
-        )
+    if reason := record.why_not_kept(source):
+        print(f"bench stack: {reason}", file=sys.stderr)
         return 2
+    machine = record.machine_name(str(source["gpu"]), options.ranks)
     settings = {
         "deadline": begin + options.seconds,
         "layers": options.layers,
         "repeats": options.repeats,
-        "out": options.out or measured_path(machine_table(options.ranks)),
+        "out": options.out or measured_path(f"stack_{machine}"),
         "source": source,
         "traces": options.traces,
     }
