@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from dcp_lab import notebooks, plots_what_if
-from dcp_lab.analysis import what_if
+from dcp_lab.analysis import tables, what_if
 from dcp_lab.analysis.what_if import Question, answer
 from dcp_lab.bench import costs
 
@@ -45,6 +45,21 @@ def test_bytes_by_hand():
     assert 61 * deepseek.layer_weights(1) == pytest.approx(37e9, rel=0.2)
     latent = what_if.case_of(Question(model=deepseek.name, dcp=8, kv_itemsize=1))
     assert latent.kv_bytes == 16 * 2500 / 8 * 576
+
+
+def test_the_published_path_costs_what_was_measured():
+    """On an H200 its kernels add what whole steps measured; elsewhere compute units share them."""
+    rows = tables.measured("stack_h200").query("block == 'base' and mode == 'full' and not bound")
+    rows = rows[rows.requests == 16].set_index("attention")
+    added = rows.gpu_busy_ms["published_no_sync"] - rows.gpu_busy_ms["paged"]
+    one = Question(tp=8, dcp=1, mode="full")
+    gpu = {
+        attention: answer(dataclasses.replace(one, attention=attention)).tpot_ms
+        for attention in ("published_no_sync", "paged")
+    }
+    assert gpu["published_no_sync"] - gpu["paged"] == pytest.approx(added, rel=0.03)
+    rates = {name: what_if.constants_of(name).published_gbps for name in what_if.MACHINES}
+    assert rates["MI355X"] / rates["H200"] == pytest.approx(256 / 132)
 
 
 def test_what_moves_a_step():

@@ -176,7 +176,8 @@ def constants_of(machine: str, launch_us: float = costs.START.launch_us) -> cost
     """Return the constants assumed of a machine.
 
     costs.START, with the host's three launch costs scaled to launch_us, and the machine's memory
-    at its best measured or published figure, the gathers' rates in proportion.
+    at its best measured or published figure, the gathers' rate in proportion. The published
+    path's rate is an H200's by compute units, not by memory: they share its loop out.
     """
     accelerator: Accelerator = MACHINES[machine]
     seen = [figure.gbps for figure in accelerator.memory if figure.kind != "vendor"]
@@ -188,7 +189,7 @@ def constants_of(machine: str, launch_us: float = costs.START.launch_us) -> cost
         collective_launch_us=start.collective_launch_us * host,
         graph_launch_us=start.graph_launch_us * host,
         memory_gbps=max(seen),
-        published_gbps=start.published_gbps * memory,
+        published_gbps=start.published_gbps * accelerator.compute_units / H200.compute_units,
         gather_gbps=start.gather_gbps * memory,
     )
 
