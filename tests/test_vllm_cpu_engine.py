@@ -7,17 +7,16 @@ with DCP_LAB_CPU_ENGINE=1 they make it.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dcp_lab.serving.clients import ClientError, run_client
 
 ROOT = Path(__file__).resolve().parents[1]
 # A start and its requests take 30 to 80 s on two idle cores.
@@ -63,29 +62,23 @@ def run_engine(python: Path, logs: Path, name: str, *, seams: bool, **wanted: An
     wanted["model"] = str(logs / "model")
     command = [str(python), str(ROOT / "tests" / "vllm_cpu_engine.py"), json.dumps(wanted)]
     log = logs / f"{name}.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
+    why = None
+    try:
+        run_client(
             command,
-            env=environ,
-            cwd=logs,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            log=log,
+            timeout_s=ENGINE_SECONDS,
+            environment=environ,
+            inherit=False,
+            folder=logs,
         )
-        try:
-            status = process.wait(timeout=ENGINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = f"none after {ENGINE_SECONDS} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
+    except ClientError as error:
+        why = str(error).splitlines()[0]
     text = log.read_text(errors="replace")
-    if status != 0 or "\nRESULT\n" not in text:
+    if why or "\nRESULT\n" not in text:
         errors = [line for line in text.splitlines() if "Error" in line]
         end = "\n".join((errors or text.splitlines())[-15:])
-        pytest.fail(f"engine {name}: status {status}. The end of its log:\n{end}")
+        pytest.fail(f"engine {name}: {why or 'it printed no result:'}\n{end}")
     return json.loads(text.split("\nRESULT\n", 1)[1].splitlines()[0])
 
 

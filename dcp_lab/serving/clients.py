@@ -39,6 +39,8 @@ def run_client(
     log: Path,
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
+    inherit: bool = True,
+    folder: Path | None = None,
 ) -> None:
     """Run a program to its end, or end it.
 
@@ -47,6 +49,8 @@ def run_client(
         log: File for everything it says; replaced.
         timeout_s: Until it has to be done.
         environment: Variables on top of this process's.
+        inherit: False leaves this process's variables out.
+        folder: Where it runs. Default: where this process does.
 
     Raises:
         ClientError: There is no such program, it failed, or it was not done in time.
@@ -67,7 +71,8 @@ def run_client(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            env={**(os.environ if inherit else {}), **(environment or {})},
+            cwd=folder,
             start_new_session=True,
         )
         try:
