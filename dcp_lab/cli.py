@@ -137,7 +137,13 @@ def report(
 
     root = notebooks.find_root()
     out = out or root / "build"
-    print(f"report: {_shown(write_site(sources(root, out), out / 'site'))}")
+    try:
+        page = write_site(sources(root, out), out / "site")
+    except OSError as error:
+        raise NotebookError(
+            f"out: expected a folder that can be written, got {out} ({error.strerror})"
+        ) from None
+    print(f"report: {_shown(page)}")
 
 
 @app.command(context_settings=_HAND_OVER)

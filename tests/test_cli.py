@@ -103,7 +103,10 @@ def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
         (["run", "-p", "seed=x"], "seed: expected int, got 'x'"),
         (["run", "-p", "seed=1", "--check"], "leave out -p"),
         (["bench"], "bench: expected one of decode, reduce, stack, serve, got ''"),
-        (["bench", "prefill"], "bench: expected one of decode, reduce, stack, serve, got 'prefill'"),
+        (
+            ["bench", "prefill"],
+            "bench: expected one of decode, reduce, stack, serve, got 'prefill'",
+        ),
         (["report"], "no notebooks with outputs: dcp-lab run"),
         (["run", "01", "--out", "."], "out: the copy of 01_small would overwrite the notebook"),
         (["run", "--out", "pyproject.toml"], "out: expected a folder that can be written, got"),
@@ -195,6 +198,20 @@ def test_report_is_written_anew_from_copies(repository, capsys):
     assert status("report") == 0
     assert capsys.readouterr().out == "report: build/site/index.html\n"
     assert "A title" in (repository / "build" / "site" / "index.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_has_no_traceback(repository, capsys):
+    """A file where --out should be a folder is named, with status 2, and stays as it is."""
+    path = repository / "notebooks" / "01_small.ipynb"
+    nb = nbformat.read(path, as_version=4)
+    nb.cells[2].outputs = [v4.new_output("stream", text="x")]
+    nbformat.write(nb, path)
+    assert status("report", "--out", "pyproject.toml") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "dcp-lab: out: expected a folder that can be written, got pyproject.toml"
+    )
+    assert len(said.splitlines()) == 1 and (repository / "pyproject.toml").is_file()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_lab.serving import ServerConfig, ServerError, guard, serve, server
+from dcp_lab.serving import ServerConfig, ServerError, command, guard, serve, server, settings
 
 # Enough for a Python to start on a busy machine; a wait that fails is never longer.
 START_S = 30.0
@@ -326,9 +326,9 @@ def test_the_command_has_what_was_asked_for_and_nothing_else():
     ("changes", "message"),
     [
         ({"model": ""}, "model: expected a name or a folder"),
-        ({"port": 70000}, "port: expected 0 to 65535, got 70000"),
+        ({"port": 70000}, "port: expected an int from 0 to 65535, got 70000"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an int >= 1, got 0"),
-        ({"max_num_seqs": 0}, "max_num_seqs: expected an int >= 1, got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected an int >= 1 or None, got 0"),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
             "decode_context_parallel_size: expected a divisor of tensor_parallel_size 4, got 3",
@@ -336,13 +336,70 @@ def test_the_command_has_what_was_asked_for_and_nothing_else():
         ({"cudagraph_mode": "FAST"}, "cudagraph_mode: expected one of NONE, .*, got 'FAST'"),
         ({"dcp_comm_backend": "direct"}, "dcp_comm_backend: expected one of ag_rs, a2a"),
         ({"dcp_comm_backend": "a2a"}, "expected None at decode_context_parallel_size 1"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: expected above 0 to 1"),
+        ({"model": Path("m")}, r"model: expected a name or a folder.*got Posix"),
+        ({"model": "--trust-remote-code"}, "model: .*not begin with '-', got '--trust"),
+        ({"model": "a\0b"}, r"model: expected .*got 'a.x00b'"),
+        ({"host": ""}, "host: expected an address.*got ''"),
+        ({"host": None}, "host: expected an address.*got None"),
+        ({"executable": ""}, "executable: expected printable text, not empty"),
+        ({"dtype": ""}, "dtype: expected printable text.* or None, got ''"),
+        ({"attention_backend": ""}, "attention_backend: expected printable text"),
+        ({"kv_cache_dtype": 8}, "kv_cache_dtype: expected printable text.*got 8"),
+        ({"port": True}, "port: expected an int from 0 to 65535, got True"),
+        ({"port": 8000.5}, "port: expected an int from 0 to 65535, got 8000.5"),
+        ({"port": "8000"}, "port: expected an int from 0 to 65535, got '8000'"),
+        ({"seed": 1.5}, "seed: expected an int from 0 to .* or None, got 1.5"),
+        ({"seed": -1}, "seed: expected an int from 0"),
+        ({"enforce_eager": 1}, "enforce_eager: expected a bool, got 1"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching: expected a bool or None"),
+        ({"enforce_eager": True, "cudagraph_mode": "FULL"}, "cudagraph_mode: expected None or 'N"),
+        ({"cudagraph_capture_sizes": 4}, "cudagraph_capture_sizes: expected a tuple of ints"),
+        ({"cudagraph_capture_sizes": (4, 0)}, "cudagraph_capture_sizes: .*got .4, 0"),
+        ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization: expected a number above 0"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: .*got nan"),
+        ({"additional_config": "x"}, "additional_config: expected a mapping that JSON can hold"),
+        ({"additional_config": {"a": {1}}}, "additional_config: expected a mapping that JSON"),
+        ({"extra_args": "--flag"}, "extra_args: expected a tuple of text.*got '--flag'"),
+        ({"extra_args": (1,)}, "extra_args: expected a tuple of text"),
+        ({"environment": []}, "environment: expected a mapping of names to text, got list"),
+        ({"environment": {"A=B": "1"}}, "environment: expected names of letters.*got 'A=B'"),
+        ({"environment": {"A": 1}}, "environment: A: expected text without NUL, got int"),
+        ({"environment": {"A": "\0"}}, "environment: A: expected text without NUL, got text"),
+        (
+            {"gpu_memory_utilization": 1.5},
+            "gpu_memory_utilization: expected a number above 0 to 1",
+        ),
     ],
 )
 def test_a_bad_configuration_is_refused(changes, message):
     """A value that cannot be right names its field when the configuration is made."""
     with pytest.raises(ValueError, match=message):
         ServerConfig(**{"model": "m", **changes})
+
+
+def test_every_field_of_a_configuration_is_checked():
+    """A field added later needs a line in the table of checks."""
+    checked = [name for names, *_ in server._FIELDS for name in names] + ["environment"]
+    assert sorted(checked) == sorted(f.name for f in dataclasses.fields(ServerConfig))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start_timeout_s": float("nan")},
+        {"start_timeout_s": float("inf")},
+        {"start_timeout_s": 0},
+        {"start_timeout_s": "60"},
+        {"stop_timeout_s": -1.0},
+        {"stop_timeout_s": float("nan")},
+    ],
+)
+def test_a_wait_without_an_end_is_refused(fake, log, changes):
+    """Every wait is a finite number of seconds; nothing starts otherwise."""
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name}: expected finite seconds"):
+        serve(fake("works"), log=log, **changes).__enter__()
+    assert not log.exists()
 
 
 def test_a_configuration_cannot_change():
@@ -361,3 +418,57 @@ def test_it_is_quoted_without_what_a_logger_puts_before_it():
     assert what == "vLLM refused the attention backend"
     assert quoted.startswith("AssertionError: DCP requires")
     assert server.why_it_died(textwrap.dedent("all well")) is None
+
+
+# ---- dcp-lab serve ------------------------------------------------------------------------
+
+
+def test_the_dry_run_takes_host_and_port_as_a_start_does(capsys, monkeypatch):
+    """What is printed is what would run, and every client asks the same address."""
+    monkeypatch.setattr(command.experiment, "find_engine", lambda root: "/engines/vllm")
+    args = ["two_gpus_paged", "--dry-run", "--host", "::", "--port", "9123"]
+    assert command.main(args) == 0
+    serves, loads = capsys.readouterr().out.splitlines()
+    assert "/engines/vllm serve ./build" in serves and " --host :: --port 9123 " in serves
+    assert loads.startswith("/engines/vllm bench serve ")
+    assert "--base-url 'http://[::1]:9123'" in loads
+
+
+def test_the_list_names_every_parameter_set(capsys):
+    """`dcp-lab serve --list` prints them, a line each."""
+    assert command.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(settings.SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--timeout", "nan"], "timeout: expected finite seconds above 0, got nan"),
+        (["--timeout", "-5"], "timeout: expected finite seconds above 0, got -5.0"),
+        (["--dry-run", "--timeout", "inf"], "timeout: expected finite seconds above 0, got inf"),
+        (["--dry-run", "--port", "70000"], "port: expected an int from 0 to 65535, got 70000"),
+        (["--dry-run", "--host", ""], "host: expected an address"),
+        (["--dry-run", "--model", ""], "model: expected a name or a folder"),
+        (["--vllm", "sh", "--host", "203.0.113.9"], "host: expected an address of this machine"),
+        (["--vllm", "sh", "--host", "203.0.113.9", "--port", "0"], "got '203.0.113.9' (Cannot"),
+        (["--vllm", "sh", "--host", "a" * 64 + ".invalid"], "host: expected an address of this"),
+        (["--vllm", "sh", "--log", "."], "log: expected a file that can be written, got . (Is a"),
+        (["--vllm", "sh", "--log", "/proc/nope/x"], "log: expected a file that can be written"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_status_2(capsys, monkeypatch, args, message):
+    """Nothing starts, and there is no traceback."""
+    monkeypatch.setattr(server, "visible_gpus", lambda: None)
+    if "--port" not in args:
+        args = [*args, "--port", str(server.free_port())]
+    assert command.main(["study1_dcp1", *args]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dcp-lab serve: ") and message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_no_parameter_set_is_an_error_that_lists_them(capsys):
+    """Without a name and without --list."""
+    assert command.main([]) == 2
+    assert "expected one of study1_dcp1" in capsys.readouterr().err

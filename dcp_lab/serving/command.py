@@ -11,26 +11,27 @@ from pathlib import Path
 
 from dcp_lab.serving import experiment
 from dcp_lab.serving.clients import ClientError
-from dcp_lab.serving.server import ServerError, serve
+from dcp_lab.serving.server import ServerError, check_timeout, serve
 from dcp_lab.serving.settings import SETTINGS, Setting, find_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_IN_USE = 8000
 
 
-def commands(setting: Setting, executable: str = "vllm", model: str | None = None) -> list[str]:
+def commands(setting: Setting, **changes: object) -> list[str]:
     """Return what to type for a parameter set: the server, each load test, the evaluation.
 
     Args:
         setting: Which.
-        executable: The vLLM command.
-        model: Instead of the setting's.
+        changes: Fields of ServerConfig to set otherwise.
+
+    Raises:
+        ValueError: A change is not what its field takes.
     """
-    changes = {"executable": executable, "model": model or setting.server.model}
-    # A line to be typed has a port in it; 0 would be any.
-    changes["port"] = setting.server.port or PORT_IN_USE
     config = dataclasses.replace(setting.server, **changes)
-    url = f"http://{config.host}:{config.port}"
+    # A line to be typed has a port in it; 0 would be any.
+    config = dataclasses.replace(config, port=config.port or PORT_IN_USE)
+    url = config.url
     lines = [config.shell_line()]
     for index, load in enumerate(setting.loads):
         result = Path("build") / "serving" / f"{setting.name}_{index}.json"
@@ -42,16 +43,18 @@ def commands(setting: Setting, executable: str = "vllm", model: str | None = Non
 
 
 def main(args: list[str] | None = None) -> int:
-    """Start a server, or say what would be started; 1 when it cannot run."""
+    """Start a server, or say what would be started; 1: it cannot run, 2: a wrong argument."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="parameter sets:\n"
-        + "\n".join(f"  {s.name:16} {s.machine:9} {s.about}" for s in SETTINGS.values()),
+        epilog=f"parameter sets:\n{_listed(indent='  ')}",
     )
-    parser.add_argument("setting", help="name of a parameter set, below")
+    parser.add_argument("setting", nargs="?", help="name of a parameter set, below")
+    parser.add_argument("--list", action="store_true", help="print the parameter sets and stop")
     parser.add_argument("--model", help="another model or folder of the same kind")
-    parser.add_argument("--port", type=int, help="0 takes any free one")
+    parser.add_argument(
+        "--port", type=int, help=f"0 takes any free one ({PORT_IN_USE} in --dry-run)"
+    )
     parser.add_argument("--host", help="address to listen on (default: this machine only)")
     parser.add_argument("--vllm", help="the vLLM command (default: on PATH, else the CPU engine)")
     parser.add_argument("--log", type=Path, help="default: build/serving/SETTING.log")
@@ -62,21 +65,23 @@ def main(args: list[str] | None = None) -> int:
         "--dry-run", action="store_true", help="print the commands of the experiment and stop"
     )
     options = parser.parse_args(args)
+    if options.list:
+        print(_listed())
+        return 0
+    given = {"model": options.model, "port": options.port, "host": options.host}
+    changes = {name: value for name, value in given.items() if value is not None}
+    changes["executable"] = options.vllm
+    if options.vllm is None:
+        changes["executable"] = experiment.find_engine(ROOT) or "vllm"
     try:
         setting = find_setting(options.setting)
+        check_timeout("timeout", options.timeout)
         if options.dry_run:
-            print("\n".join(commands(setting, options.vllm or "vllm", options.model)))
+            print("\n".join(commands(setting, **changes)))
             return 0
-        given = {"model": options.model, "port": options.port, "host": options.host}
-        changes = {name: value for name, value in given.items() if value is not None}
-        changes["executable"] = options.vllm or experiment.find_engine(ROOT) or "vllm"
         config = experiment.ready(setting, ROOT, **changes)
-    except (ValueError, OSError) as wrong:
-        print(f"dcp-lab serve: {wrong}", file=sys.stderr)
-        return 2
-    log = options.log or ROOT / "build" / "serving" / f"{setting.name}.log"
-    print(config.shell_line())
-    try:
+        log = options.log or ROOT / "build" / "serving" / f"{setting.name}.log"
+        print(config.shell_line(), flush=True)
         with serve(config, log=log, start_timeout_s=options.timeout) as server:
             print(f"vLLM {server.version} answers at {server.url} after {server.start_s:.0f} s")
             print("Ctrl-C ends it.", flush=True)
@@ -90,6 +95,14 @@ def main(args: list[str] | None = None) -> int:
     except (ServerError, ClientError) as wrong:
         print(f"dcp-lab serve: {wrong}", file=sys.stderr)
         return 1
+    except (ValueError, OSError) as wrong:
+        print(f"dcp-lab serve: {wrong}", file=sys.stderr)
+        return 2
+
+
+def _listed(indent: str = "") -> str:
+    """Return a line for each parameter set: its name, the machine it is for, what it is."""
+    return "\n".join(f"{indent}{s.name:16} {s.machine:9} {s.about}" for s in SETTINGS.values())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import math
 import os
 import re
 import shlex
@@ -27,7 +29,7 @@ import types
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,86 @@ class ServerError(RuntimeError):
     """The server cannot run, or has died; the message says why and what to do."""
 
 
+def _is_word(value: object) -> bool:
+    # A flag's value that begins with "-" would be read as the next flag.
+    return (
+        isinstance(value, str)
+        and bool(value.strip())
+        and value.isprintable()
+        and not value.startswith("-")
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(value, Mapping)
+
+
+def _each(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple | list) and all(map(right, value))
+
+
+_WORD = "printable text, not empty, that does not begin with '-'"
+# Names of fields, what is expected of each, and whether a value is that. Where a field's default
+# is None, None is right too. The environment is checked by itself: its values are not shown.
+_FIELDS: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (("model",), f"a name or a folder: {_WORD}", _is_word),
+    (("host",), f"an address: {_WORD}", _is_word),
+    (
+        ("executable", "attention_backend", "load_format", "dtype", "kv_cache_dtype"),
+        _WORD,
+        _is_word,
+    ),
+    (
+        ("tensor_parallel_size", "decode_context_parallel_size")
+        + ("block_size", "max_model_len", "max_num_seqs"),
+        "an int >= 1",
+        lambda value: _is_int(value) and value >= 1,
+    ),
+    (("port",), "an int from 0 to 65535", lambda value: _is_int(value) and 0 <= value <= 65535),
+    # numpy's limit, whose generator vLLM seeds too.
+    (("seed",), "an int from 0 to 2**32 - 1", lambda value: _is_int(value) and 0 <= value < 2**32),
+    (
+        ("gpu_memory_utilization",),
+        "a number above 0 to 1",
+        lambda value: _is_number(value) and 0 < value <= 1,
+    ),
+    (
+        ("dcp_comm_backend",),
+        f"one of {', '.join(DCP_COMM_BACKENDS)}",
+        DCP_COMM_BACKENDS.__contains__,
+    ),
+    (("cudagraph_mode",), f"one of {', '.join(CUDAGRAPH_MODES)}", CUDAGRAPH_MODES.__contains__),
+    (
+        ("cudagraph_capture_sizes",),
+        "a tuple of ints >= 1",
+        _each(lambda value: _is_int(value) and value >= 1),
+    ),
+    (("cudagraph_metrics", "enforce_eager", "enable_prefix_caching"), "a bool", _is_bool),
+    (("additional_config",), "a mapping that JSON can hold", _is_json),
+    (
+        ("extra_args",),
+        "a tuple of text without NUL",
+        _each(lambda value: isinstance(value, str) and "\0" not in value),
+    ),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """What `vllm serve` is started with. None leaves vLLM's own default.
@@ -89,7 +171,8 @@ class ServerConfig:
     Attributes:
         model: A Hugging Face name or a folder. One that holds a path separator at its start
             (`/`, `./`, `../`) or exists here is taken as a folder.
-        host: The address to listen on. Default: this machine only.
+        host: The address to listen on. Default: this machine only. All interfaces only by name,
+            "0.0.0.0" or "::".
         port: 0 takes any free one.
         tensor_parallel_size: GPUs.
         decode_context_parallel_size: DCP group size, a divisor of tensor_parallel_size.
@@ -99,7 +182,7 @@ class ServerConfig:
         cudagraph_mode: One of CUDAGRAPH_MODES.
         cudagraph_capture_sizes: Batch sizes to capture.
         cudagraph_metrics: Log how many steps ran in which graph mode.
-        enforce_eager: No graphs, no compilation.
+        enforce_eager: No graphs, no compilation; no cudagraph_mode but "NONE" goes with it.
         load_format: "dummy" needs no weights.
         dtype: Of weights and activations.
         kv_cache_dtype: Of the cache.
@@ -108,10 +191,14 @@ class ServerConfig:
         max_num_seqs: Most requests in a batch.
         gpu_memory_utilization: Share of each GPU's memory.
         enable_prefix_caching: Reuse equal prompts' KV.
-        seed: Of the sampler.
+        seed: Of the sampler, 0 to 2**32 - 1.
         extra_args: Further flags, as they are.
         environment: Variables on top of this process's.
         executable: The vLLM command, a name on PATH or a path.
+
+    Raises:
+        ValueError: A value is not what its field takes, or two exclude each other; the message
+            names the field.
     """
 
     model: str
@@ -140,30 +227,29 @@ class ServerConfig:
     executable: str = "vllm"
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "decode_context_parallel_size"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("block_size", "max_model_len", "max_num_seqs"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        if not self.model:
-            raise ValueError("model: expected a name or a folder, got ''")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: expected 0 to 65535, got {self.port}")
+        optional = {field.name for field in dataclasses.fields(self) if field.default is None}
+        for names, expected, is_right in _FIELDS:
+            for name in names:
+                value = getattr(self, name)
+                if not (is_right(value) or (value is None and name in optional)):
+                    none = " or None" * (name in optional)
+                    raise ValueError(f"{name}: expected {expected}{none}, got {value!r}")
+        _check_environment(self.environment)
         if self.tensor_parallel_size % self.decode_context_parallel_size:
             raise ValueError(
                 "decode_context_parallel_size: expected a divisor of tensor_parallel_size "
                 f"{self.tensor_parallel_size}, got {self.decode_context_parallel_size}"
             )
-        _one_of("dcp_comm_backend", self.dcp_comm_backend, DCP_COMM_BACKENDS)
-        _one_of("cudagraph_mode", self.cudagraph_mode, CUDAGRAPH_MODES)
         if self.dcp_comm_backend is not None and self.decode_context_parallel_size == 1:
             raise ValueError(
                 f"dcp_comm_backend: expected None at decode_context_parallel_size 1, got "
                 f"{self.dcp_comm_backend!r}"
             )
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization: expected above 0 to 1, got {share}")
+        if self.enforce_eager and self.cudagraph_mode not in (None, "NONE"):
+            raise ValueError(
+                "cudagraph_mode: expected None or 'NONE' where enforce_eager is True, got "
+                f"{self.cudagraph_mode!r}"
+            )
 
     @property
     def folder(self) -> Path | None:
@@ -171,6 +257,13 @@ class ServerConfig:
         if self.model.startswith(("/", "./", "../", "~")) or Path(self.model).exists():
             return Path(self.model).expanduser()
         return None
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine reach it, http://HOST:PORT."""
+        # A server that listens everywhere is asked over the loopback.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def command(self) -> list[str]:
         """Return the command, a word an item."""
@@ -261,6 +354,8 @@ def serve(
         The server.
 
     Raises:
+        ValueError: A timeout is no finite number (start_timeout_s above 0, stop_timeout_s from 0
+            up), host is no address of this machine, or log cannot be written.
         ServerError: Before anything starts: no such command, no such model folder, a busy port,
             fewer GPUs than tensor_parallel_size. Later: it died or did not answer in time; the
             message quotes vLLM's own reason where the log has one that is known, else the end of
@@ -270,16 +365,24 @@ def serve(
         SIGTERM to this process is taken as Ctrl-C inside the block (in the main thread). What a
         terminal shows while it waits is the time and the last line of the log.
     """
+    check_timeout("start_timeout_s", start_timeout_s)
+    if not (_is_number(stop_timeout_s) and 0 <= stop_timeout_s < math.inf):
+        raise ValueError(f"stop_timeout_s: expected finite seconds >= 0, got {stop_timeout_s!r}")
     check(config)
     if config.port == 0:
         config = dataclasses.replace(config, port=free_port(config.host))
     token = new_token()
-    log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **config.environment, guard.VARIABLE: token}
     environment.setdefault("PYTHONUNBUFFERED", "1")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_as_interrupt())
-        file = stack.enter_context(log.open("wb"))
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(log.open("wb"))
+        except OSError as error:
+            raise ValueError(
+                f"log: expected a file that can be written, got {log} ({error.strerror})"
+            ) from None
         start = time.monotonic()
         watch = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, str(stop_timeout_s), token, *config.command()],
@@ -293,21 +396,34 @@ def serve(
         _wait_for_health(config, watch, log, start, start_timeout_s)
         yield Server(
             config=config,
-            url=_url(config),
+            url=config.url,
             log=log,
             start_s=time.monotonic() - start,
-            version=str(_get_json(f"{_url(config)}/version").get("version", "unknown")),
+            version=str(_get_json(f"{config.url}/version").get("version", "unknown")),
             leader=watch.pid,
             token=token,
         )
 
 
+def check_timeout(name: str, value: object) -> None:
+    """Raise ValueError unless a wait has an end.
+
+    Args:
+        name: Of the argument.
+        value: Expected: a finite number of seconds above 0.
+    """
+    if not (_is_number(value) and 0 < value < math.inf):  # type: ignore[operator]
+        raise ValueError(f"{name}: expected finite seconds above 0, got {value!r}")
+
+
 def check(config: ServerConfig) -> None:
-    """Raise ServerError for what can be known to fail before a server is started.
+    """Raise for what can be known to fail before a server is started.
 
     Args:
         config: See `serve`, whose list of reasons this is.
     """
+    # Bound and let go again; port 0 shows whether the address is this machine's.
+    free_port(config.host, config.port)
     if shutil.which(config.executable) is None:
         raise ServerError(
             f"executable: expected the vLLM command, found no {config.executable!r}: install vLLM "
@@ -318,11 +434,6 @@ def check(config: ServerConfig) -> None:
         raise ServerError(
             f"model: expected a folder with a config.json, got {config.model!r}: make one with "
             "dcp_lab.serving.write_model_folder, or name a model of the Hugging Face hub"
-        )
-    if config.port and not _port_is_free(config.host, config.port):
-        raise ServerError(
-            f"port: expected a free one on {config.host}, got {config.port}, where something "
-            "listens already: end that, take another, or 0 for any free one"
         )
     there = visible_gpus()
     if there is not None and there < config.tensor_parallel_size:
@@ -346,11 +457,40 @@ def new_token() -> str:
     return uuid.uuid4().hex
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of an address on which nothing listens now."""
-    with socket.socket(_family(host)) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """Return a port of an address on which nothing listens now.
+
+    Args:
+        host: An address or a name of this machine.
+        port: This one; 0: any.
+
+    Raises:
+        ServerError: Something listens on that port, or this user may not.
+        ValueError: host is no address of this machine.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            # As servers do: an old connection that is only winding down does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+    except (OSError, UnicodeError) as error:
+        number = getattr(error, "errno", None)
+        if number == errno.EADDRINUSE:
+            raise ServerError(
+                f"port: expected a free one on {host}, got {port}, where something listens "
+                "already: end that, take another, or 0 for any free one"
+            ) from None
+        if number == errno.EACCES:
+            raise ServerError(
+                f"port: expected one on which this user may listen, got {port}: take another, or "
+                "0 for any free one"
+            ) from None
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"host: expected an address of this machine, got {host!r} ({why}): leave it away for "
+            "127.0.0.1"
+        ) from None
 
 
 def why_it_died(text: str) -> tuple[str, str, str] | None:
@@ -378,39 +518,24 @@ def _without_prefix(line: str) -> str:
     ).strip()
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
-
-
-def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
-    if value is not None and value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+def _check_environment(environment: object) -> None:
+    """Raise unless it is variables by name. Values may be secrets and are not shown."""
+    if not isinstance(environment, Mapping):
+        raise ValueError(
+            f"environment: expected a mapping of names to text, got {type(environment).__name__}"
+        )
+    for name, value in environment.items():
+        if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)):
+            raise ValueError(
+                f"environment: expected names of letters, digits and '_', got {name!r}"
+            )
+        if not isinstance(value, str) or "\0" in value:
+            got = "text with NUL" if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"environment: {name}: expected text without NUL, got {got}")
 
 
 def _flag(name: str, value: object) -> list[str]:
     return [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _port_is_free(host: str, port: int) -> bool:
-    with socket.socket(_family(host)) as probe:
-        # As servers do: an old connection that is only winding down does not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _url(config: ServerConfig) -> str:
-    # A server that listens everywhere is asked over the loopback.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
 
 
 # Whatever proxy the environment names, this machine is asked directly.
@@ -442,7 +567,7 @@ def _wait_for_health(
     timeout_s: float,
 ) -> None:
     """Return when /health answers; raise when the server died or time is up."""
-    url = f"{_url(config)}/health"
+    url = f"{config.url}/health"
     with _progress() as show:
         while True:
             status = watch.poll()

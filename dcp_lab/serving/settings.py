@@ -254,12 +254,13 @@ _ALL = (
 SETTINGS = {setting.name: setting for setting in _ALL}
 
 
-def find_setting(name: str) -> Setting:
+def find_setting(name: str | None) -> Setting:
     """Return a parameter set by name.
 
     Raises:
         ValueError: There is none of this name; the message lists them.
     """
     if name not in SETTINGS:
-        raise ValueError(f"setting: expected one of {', '.join(SETTINGS)}, got {name!r}")
+        got = "none" if name is None else repr(name)
+        raise ValueError(f"setting: expected one of {', '.join(SETTINGS)}, got {got}")
     return SETTINGS[name]
