@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,15 @@ def test_the_command_line_goes_before_the_environment():
         ({"dcp_lab": {"reducer": "nccl"}}, {}, "dcp_lab.reducer: expected auto or ag_rs or"),
         ({"dcp_lab": {"reduce": "a2a"}}, {}, "expected some of attention_path"),
         ({"dcp_lab": "a2a"}, {}, "expected options by name, got 'a2a'"),
+        ({"dcp_lab": {1: 2, "x": 3}}, {}, "expected some of attention_path, .*, got 1"),
+        ({"dcp_lab": {"gather": "per_page"}}, {}, "gather: expected attention_path=gather beside"),
+        ({"dcp_lab": {"attention_path": "paged"}}, {"DCP_LAB_GATHER": "per_page"}, "_GATHER: exp"),
+        ({"dcp-lab": {"reducer": "a2a"}}, {}, "expected 'dcp_lab', got 'dcp-lab'"),
+        ({"reducer": "a2a"}, {}, "expected 'reducer' inside 'dcp_lab', got 'reducer' outside"),
+        ({"attention-path": "gather"}, {}, "expected 'attention_path' inside 'dcp_lab'"),
+        ({}, {"DCP_LAB_REDUCERS": "a2a"}, "expected DCP_LAB_REDUCER, got DCP_LAB_REDUCERS"),
+        ({}, {"dcp_lab_reducer": "a2a"}, "expected DCP_LAB_REDUCER, got dcp_lab_reducer"),
+        ({"dcp_lab": {}}, {"DCP_LAB_ATTENTION": "x"}, "expected DCP_LAB_ATTENTION_PATH"),
         ({}, {"DCP_LAB_ROCM_FULL_GRAPH_GATE": "on"}, "GATE: expected off or a2a or all, got 'on'"),
     ],
 )
@@ -55,6 +66,18 @@ def test_a_wrong_option_is_named(config: Any, environ: dict[str, str], message: 
     """A typo is an error that says where it stands and what there is, never a default."""
     with pytest.raises(ValueError, match=message):
         read_options(config, environ)
+
+
+def test_the_labs_other_variables_are_no_near_misses():
+    """Every variable of the lab that is no option's may be set beside the backend."""
+    root = Path(__file__).resolve().parent.parent
+    paths = [p for d in ("dcp_lab", "tools") for p in (root / d).rglob("*.py")] + [
+        root / "Makefile"
+    ]
+    options = {f"DCP_LAB_{name.upper()}" for name in VALUES}
+    others = {w for p in paths for w in re.findall(r"DCP_LAB_[A-Z_]+\b", p.read_text())} - options
+    assert {"DCP_LAB_MACHINE", "DCP_LAB_SERVER"} <= others
+    assert read_options({}, dict.fromkeys(others, "x")) == Options()
 
 
 @pytest.mark.parametrize(

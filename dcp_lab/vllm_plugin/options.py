@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,9 @@ VALUES = {
 }
 SECTION = "dcp_lab"
 PREFIX = "DCP_LAB_"
+# How alike a variable's name and an option's are, 0 to 1, before it is taken for a slip. The lab
+# has other variables with this prefix (a test holds that none is that near).
+NEAR = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +67,26 @@ def read_options(
         environ: DCP_LAB_REDUCER=direct and so on.
 
     Raises:
-        ValueError: An unknown option or value; the message names it and what there is.
+        ValueError: An unknown option or value, one that would have no effect ('gather' where the
+            pages are read in place, an option outside its section), or a name that is nearly one
+            of these; the message names it and what there is.
     """
     section: Any = None
     if isinstance(additional_config, Mapping):
+        _refuse_near_keys(additional_config)
         section = additional_config.get(SECTION)
+    _refuse_near_variables(environ)
     if section is None:
         section = {}
     if not isinstance(section, Mapping):
         raise ValueError(
             f"additional_config: {SECTION}: expected options by name, got {section!r}"
         )
-    unknown = sorted(set(section) - set(VALUES))
-    if unknown:
-        raise ValueError(
-            f"additional_config: {SECTION}: expected some of {', '.join(VALUES)}, got {unknown[0]}"
-        )
+    for name in section:
+        if name not in VALUES:
+            raise ValueError(
+                f"additional_config: {SECTION}: expected some of {', '.join(VALUES)}, got {name!r}"
+            )
     chosen = {}
     for name, values in VALUES.items():
         variable = PREFIX + name.upper()
@@ -90,4 +98,39 @@ def read_options(
         if value not in values:
             raise ValueError(f"{where}: expected {' or '.join(values)}, got {value!r}")
         chosen[name] = value
+        if name == "gather" and chosen.get("attention_path") != "gather":
+            raise ValueError(
+                f"{where}: expected attention_path=gather beside it, got {value!r} where the "
+                "pages are read in place: add that, or leave gather away"
+            )
     return Options(**chosen)
+
+
+def _plain(name: object) -> str:
+    return "".join(c for c in str(name).lower() if c.isalnum())
+
+
+def _refuse_near_keys(additional_config: Mapping[Any, Any]) -> None:
+    """Raise for the section under another spelling, and for an option outside the section."""
+    options = {_plain(name): name for name in VALUES}
+    for key in additional_config:
+        if key != SECTION and _plain(key) == _plain(SECTION):
+            raise ValueError(f"additional_config: expected {SECTION!r}, got {key!r}")
+        option = options.get(_plain(key))
+        if option is not None:
+            raise ValueError(
+                f"additional_config: expected {option!r} inside {SECTION!r}, got {key!r} outside: "
+                f'{{"{SECTION}": {{"{option}": ...}}}}'
+            )
+
+
+def _refuse_near_variables(environ: Mapping[str, str]) -> None:
+    """Raise for a variable that is nearly an option's."""
+    variables = [PREFIX + name.upper() for name in VALUES]
+    for given in environ:
+        if given in variables or not given.upper().startswith(PREFIX):
+            continue
+        names = [variable.removeprefix(PREFIX) for variable in variables]
+        near = difflib.get_close_matches(given.upper().removeprefix(PREFIX), names, 1, NEAR)
+        if near:
+            raise ValueError(f"environment: expected {PREFIX}{near[0]}, got {given}")
