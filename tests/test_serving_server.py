@@ -361,6 +361,7 @@ def test_the_command_has_what_was_asked_for_and_nothing_else():
         ({"additional_config": {"a": {1}}}, "additional_config: expected a mapping that JSON"),
         ({"extra_args": "--flag"}, "extra_args: expected a tuple of text.*got '--flag'"),
         ({"extra_args": (1,)}, "extra_args: expected a tuple of text"),
+        ({"extra_args": ("--host=0.0.0.0",)}, "extra_args: expected host and port in their own"),
         ({"environment": []}, "environment: expected a mapping of names to text, got list"),
         ({"environment": {"A=B": "1"}}, "environment: expected names of letters.*got 'A=B'"),
         ({"environment": {"A": 1}}, "environment: A: expected text without NUL, got int"),
@@ -452,6 +453,10 @@ def test_the_list_names_every_parameter_set(capsys):
         (["--dry-run", "--model", ""], "model: expected a name or a folder"),
         (["--vllm", "sh", "--host", "203.0.113.9"], "host: expected an address of this machine"),
         (["--vllm", "sh", "--host", "203.0.113.9", "--port", "0"], "got '203.0.113.9' (Cannot"),
+        (
+            ["--vllm", "sh", "--host", "0"],
+            "expected '0.0.0.0' to listen on all interfaces, got '0'",
+        ),
         (["--vllm", "sh", "--host", "a" * 64 + ".invalid"], "host: expected an address of this"),
         (["--vllm", "sh", "--log", "."], "log: expected a file that can be written, got . (Is a"),
         (["--vllm", "sh", "--log", "/proc/nope/x"], "log: expected a file that can be written"),

@@ -37,6 +37,8 @@ from dcp_lab.serving import guard
 
 CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 DCP_COMM_BACKENDS = ("ag_rs", "a2a")
+# Addresses that mean every interface, and where a server that listens there is asked.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 POLL_S = 0.25
 REQUEST_S = 5.0
@@ -235,6 +237,11 @@ class ServerConfig:
                     none = " or None" * (name in optional)
                     raise ValueError(f"{name}: expected {expected}{none}, got {value!r}")
         _check_environment(self.environment)
+        for word in self.extra_args:
+            if word.partition("=")[0] in ("--host", "--port"):
+                raise ValueError(
+                    f"extra_args: expected host and port in their own fields, got {word!r}"
+                )
         if self.tensor_parallel_size % self.decode_context_parallel_size:
             raise ValueError(
                 "decode_context_parallel_size: expected a divisor of tensor_parallel_size "
@@ -261,8 +268,7 @@ class ServerConfig:
     @property
     def url(self) -> str:
         """Where clients on this machine reach it, http://HOST:PORT."""
-        # A server that listens everywhere is asked over the loopback.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = EVERYWHERE.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def command(self) -> list[str]:
@@ -466,14 +472,14 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
 
     Raises:
         ServerError: Something listens on that port, or this user may not.
-        ValueError: host is no address of this machine.
+        ValueError: host is no address of this machine, or all of them under another spelling.
     """
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             # As servers do: an old connection that is only winding down does not count.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-            return probe.getsockname()[1]
+            address, free = probe.getsockname()[:2]
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None)
         if number == errno.EADDRINUSE:
@@ -491,6 +497,10 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
             f"host: expected an address of this machine, got {host!r} ({why}): leave it away for "
             "127.0.0.1"
         ) from None
+    # "0" and other spellings of it would do that unseen.
+    if address in EVERYWHERE and host not in EVERYWHERE:
+        raise ValueError(f"host: expected {address!r} to listen on all interfaces, got {host!r}")
+    return free
 
 
 def why_it_died(text: str) -> tuple[str, str, str] | None:
