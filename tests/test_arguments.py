@@ -122,7 +122,11 @@ BAD = [
         r"head_dim \(of q\): expected a multiple of 16 up to 256, got 24",
     ),
     ("q", torch.zeros(5, 4, 64), r"k_cache: expected q's head_dim 64 as last dimension, got"),
-    ("q", torch.zeros(5, 4, 32).half(), r"k_cache: expected q's dtype float16 or fp8, got float32"),
+    (
+        "q",
+        torch.zeros(5, 4, 32).half(),
+        r"k_cache: expected q's dtype float16 or fp8, got float32",
+    ),
     ("k_cache", torch.zeros(6, 8, 2), r"k_cache: .* \[P, page, Hkv, D\], got float32 \[6, 8, 2\]"),
     ("k_cache", torch.zeros(6, 8, 2, 272), r"head_dim \(of k_cache\): .* <= 256, got 272"),
     ("k_cache", torch.zeros(6, 1025, 2, 32), r"page_size \(of k_cache\): .* <= 1024, got 1025"),

@@ -122,6 +122,26 @@ def test_query_tokens(group, num_splits):
     assert (got.out[-3:] == 0).all() and (got.lse[-3:] == -math.inf).all()
 
 
+def test_a_broken_promise_of_query_tokens_stays_in_its_rows():
+    """More query tokens than max_query_len write nothing past the partial results."""
+    case = build((70, 33, 5, 200), query_lens=(3, 1, 2, 4))
+    workspace = DecodeWorkspace(4, 4, 2, 32, kv_dtype=torch.float32, device=DEVICE)
+    workspace.prepare(case.seq_lens)
+    guards = []
+    for name in ("partial_out", "partial_lse"):
+        used = getattr(workspace, name)
+        room = torch.full((2 * used.numel(),), 7.0, device=DEVICE)
+        setattr(workspace, name, room[: used.numel()].view(used.shape))
+        guards.append(room[used.numel() :])
+    paged_decode(
+        *case.tensors,
+        query_start_loc=case.query_start_loc,
+        max_query_len=1,
+        workspace=workspace,
+    )
+    assert all((guard == 7.0).all() for guard in guards)
+
+
 @pytest.mark.parametrize("num_splits", SPLITS[:3])
 def test_long_query(num_splits):
     """A prefill-like chunk is more rows than one tile holds."""

@@ -62,7 +62,9 @@ FINDINGS = {
     "attention_paths": "94 layers adds up to 3.8 ms a step at an H200's price, 6 % of study 1's",
     "step_against_context": "4x the paged step's GPU time at 1,024 tokens, 46x at 32,768",
     "step_modes": "the best gather adds 1.1 ms a step, the published one 38.7",
-    "waterfall": "A gather is at most 36 % of study 1's added time at H200 prices, all parts added",
+    "waterfall": (
+        "A gather is at most 36 % of study 1's added time at H200 prices, all parts added"
+    ),
 }
 
 

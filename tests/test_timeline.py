@@ -99,7 +99,7 @@ def test_the_two_facts_a_model_must_explain() -> None:
 
 
 def test_calls_of_a_layer() -> None:
-    """The parts are those of the stack: 11 calls with the published path, one a wait; 3 without."""
+    """The stack's parts: 11 calls with the published path, one of them a wait; 3 without."""
     case = StepCase("piecewise", "published", "ag_rs", 94, KV, 1.0)
     kinds = [kind for kind, _ in costs.layer_calls(case)]
     assert (len(kinds), kinds.count("collective"), kinds.count("sync")) == (11, 3, 1)

@@ -438,6 +438,10 @@ def _decode_kernel(
         tl.store(out + offs_dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_out)
         tl.store(lse_ptr + token * stride_lse_t + head64 * stride_lse_h, lse2 * LN2, mask=mask_row)
     elif HAS_PARTIALS:
+        if HAS_QUERY_START_LOC:
+            # A request with more query tokens than max_query_len may not write into its neighbour.
+            mask_row &= j < partial_query_len
+            mask_out &= mask_row[:, None]
         partial = (tl.cast(slot, tl.int64) * partial_query_len + j) * (NUM_KV_HEADS * GROUP) + head
         tl.store(
             partial_out_ptr + partial[:, None] * HEAD_DIM_V + offs_dv[None, :], acc, mask=mask_out

@@ -330,6 +330,9 @@ def _mla_decode_kernel(
         store_parts(out, acc0 * norm, acc1 * norm, mask_row, LENGTH=HEAD_DIM_V, INTERLEAVED=FP8)
         tl.store(lse_ptr + token * stride_lse_t + head64 * stride_lse_h, lse2 * LN2, mask=mask_row)
     elif HAS_PARTIALS:
+        if HAS_QUERY_START_LOC:
+            # A request with more query tokens than max_query_len may not write into its neighbour.
+            mask_row &= j < partial_query_len
         partial = (tl.cast(slot, tl.int64) * partial_query_len + j) * NUM_Q_HEADS + head
         part = partial_out_ptr + partial * HEAD_DIM_V
         store_parts(part, acc0 * norm, acc1 * norm, mask_row, LENGTH=HEAD_DIM_V, INTERLEAVED=FP8)

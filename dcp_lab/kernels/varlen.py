@@ -226,6 +226,10 @@ def _varlen_kernel(
         tl.store(out_row[:, None] + offs_dv[None, :], out, mask=mask_out)
         tl.store(lse_ptr + token * stride_lse_t + head * stride_lse_h, lse2 * LN2, mask=mask_m)
     elif HAS_PARTIALS:
+        if HAS_QUERY_START_LOC:
+            # A request with more query tokens than max_query_len may not write into its neighbour.
+            mask_m &= j < partial_query_len
+            mask_out &= mask_m[:, None]
         slot = (request * num_splits + split).to(tl.int64)
         partial = (slot * partial_query_len + j) * NUM_Q_HEADS + head
         partial_row = partial_out_ptr + partial * HEAD_DIM_V
