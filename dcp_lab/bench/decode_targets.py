@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import pandas as pd
 
 from dcp_lab.bench import costs, record
-from dcp_lab.bench.verdicts import Verdict, summary
+from dcp_lab.bench.verdicts import Verdict, judge
 
 # num_q_heads, num_kv_heads, head_dim on one GPU.
 HEADS = ((16, 1, 128), (8, 1, 128), (64, 8, 128), (32, 32, 128), (32, 4, 64))
@@ -344,23 +343,5 @@ def _copies(table: pd.DataFrame) -> list[Verdict]:
 
 
 def gate(path: Path) -> int:
-    """Print every target's verdict from a table; return 0 when all hold, 1 else, 2 on bad input.
-
-    Args:
-        path: The table. One that is not there has nothing measured.
-    """
-    try:
-        if path.exists():
-            table = record.read_table(path, record.DECODE)
-        else:
-            print(f"{path.name}: nothing measured yet: dcp-lab bench decode --grid --peers")
-            table = pd.DataFrame(columns=list(record.DECODE.columns))
-    except (ValueError, OSError) as wrong:
-        print(f"--gate: {wrong}", file=sys.stderr)
-        return 2
-    found = verdicts(table)
-    for verdict in found:
-        print(verdict)
-    line, status = summary(found)
-    print(line)
-    return status
+    """Print every target's verdict from a table of decode rows; see verdicts.judge."""
+    return judge(path, record.DECODE, verdicts, command="dcp-lab bench decode --grid --peers")

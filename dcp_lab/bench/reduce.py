@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
-from dcp_lab.bench.verdicts import Verdict, summary
+from dcp_lab.bench.verdicts import Verdict, judge
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.exchange import PROGRAMS_PER_SM, ExchangeConfig
 from dcp_lab.ops.device import device_of
@@ -630,7 +630,8 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
     options = parser.parse_args(args)
     if options.gate:
-        return _gate(options.out or measured_path("reduce_h200x2"))
+        table = options.out or measured_path("reduce_h200x2")
+        return judge(table, record.REDUCE, verdicts, command="dcp-lab bench reduce")
     try:
         shapes = [parse_shape(s) for s in options.shape] if options.shape else DEFAULT_SHAPES
     except ValueError as wrong:
@@ -680,25 +681,6 @@ def main(args: list[str] | None = None) -> int:
     for shape in shapes:
         print(show(rows, shape))
     return 0
-
-
-def _gate(path: Path) -> int:
-    """Print every target's verdict; a table that is not there has nothing measured."""
-    try:
-        if path.exists():
-            table = record.read_table(path, record.REDUCE)
-        else:
-            print(f"{path.name}: nothing measured yet: dcp-lab bench reduce")
-            table = pd.DataFrame(columns=list(record.REDUCE.columns))
-    except (ValueError, OSError) as wrong:
-        print(f"--gate: {wrong}", file=sys.stderr)
-        return 2
-    found = verdicts(table)
-    for verdict in found:
-        print(verdict)
-    line, status = summary(found)
-    print(line)
-    return status
 
 
 if __name__ == "__main__":

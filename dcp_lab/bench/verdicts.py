@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
+
+import pandas as pd
+import pandera.pandas as pa
+
+from dcp_lab.bench import record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +76,35 @@ def summary(verdicts: Sequence[Verdict]) -> tuple[str, int]:
     line = f"{holds} of {len(counted)} targets hold, {counted.count('missed')} are missed"
     line += f", {counted.count('not measured')} not measured"
     return line, 0 if holds == len(counted) else 1
+
+
+def judge(
+    path: Path,
+    schema: pa.DataFrameSchema,
+    verdicts: Callable[[pd.DataFrame], list[Verdict]],
+    *,
+    command: str,
+) -> int:
+    """Print every target's verdict from a table; return 0 when all hold, 1 else, 2 on bad input.
+
+    Args:
+        path: The table. One that is not there has nothing measured.
+        schema: Its columns.
+        verdicts: Judges its rows.
+        command: What measures it, for the reader of an empty answer.
+    """
+    try:
+        if path.exists():
+            table = record.read_table(path, schema)
+        else:
+            print(f"{path.name}: nothing measured yet: {command}")
+            table = pd.DataFrame(columns=list(schema.columns))
+    except (ValueError, OSError) as wrong:
+        print(f"--gate: {wrong}", file=sys.stderr)
+        return 2
+    found = verdicts(table)
+    for verdict in found:
+        print(verdict)
+    line, status = summary(found)
+    print(line)
+    return status
