@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dcp_lab import AttnState, Shard, gather_decode
+from dcp_lab.kernels.launch import Launch
 from dcp_lab.ops.gather import GatherWorkspace
-from dcp_lab.ops.launch import Launch
 from dcp_lab.reference import eager_decode, reference_decode, reference_merge
 from dcp_lab.testing import PagedCase, _to_layout, assert_within_budget
 

@@ -16,7 +16,7 @@ from dcp_lab import (
     mla_paged_decode,
     write_mla_kv,
 )
-from dcp_lab.ops.launch import Launch
+from dcp_lab.kernels.launch import Launch
 from dcp_lab.reference import eager_mla_decode, reference_mla_decode
 from dcp_lab.testing import PagedCase, assert_within_budget
 

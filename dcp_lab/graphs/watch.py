@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcp_lab.kernels import INTERPRETED
+from dcp_lab.kernels.launch import BoundCalls
 
 # Operations that bring a value, or a shape that depends on values, to the host.
 _SYNCING_OPS = {
@@ -408,7 +409,8 @@ def _launches_into(trace: Trace) -> Iterator[None]:
             return metadata(self, grid, stream, *args)
 
         patch = _replaced(CompiledKernel, "launch_metadata", compiled)
-    with patch:
+    # A remembered call would show addresses, not tensors.
+    with patch, _replaced(BoundCalls, "paused", True):
         yield
 
 

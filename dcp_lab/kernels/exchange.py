@@ -47,6 +47,7 @@ here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +55,7 @@ import triton
 import triton.language as tl
 
 from dcp_lab.kernels import interpreter_safe
+from dcp_lab.kernels.launch import BoundCalls, Launch, call_key
 from dcp_lab.kernels.merge import clean_lse, merged_lse
 from dcp_lab.kernels.primitives import merge_step
 
@@ -368,7 +370,8 @@ def _merge_rows(my_outs, my_lses, merged_out_ptr, merged_lse_ptr, slots_out, slo
             weight, factor, lse_max, weight_sum = merge_step(
                 part_lse, lse_max, weight_sum, BASE_2=False
             )
-            acc = acc * factor + part_out * weight
+            # As in merge: the same bits.
+            acc = tl.fma(acc, factor, part_out * weight)
             if n != RANK:
                 slot = slots_out + n * stride_slot_out + start + offs_w
                 _store_through(slot, ones, mask_w, ARCH)
@@ -739,6 +742,13 @@ class Mailbox:
             for rank, memory in enumerate(memories)
         ]
 
+    @functools.cached_property
+    def identity(self) -> tuple[object, ...]:
+        """Return all that a launch depends on: addresses, layout, limits."""
+        tensors = (self.memory, self.addresses, self.record)
+        sizes = (self.rank, self.size, self.offsets, self.slot_bytes, self.timeout_ns, self.arch)
+        return (*(tensor.data_ptr() for tensor in tensors), *sizes)
+
     @property
     def control(self) -> torch.Tensor:
         """Return the control words, int64."""
@@ -805,6 +815,13 @@ class ExchangeConfig:
             tile_bytes *= 2
         return cls(tile_bytes=tile_bytes, max_programs=PROGRAMS_PER_SM * num_sms)
 
+    def options(self) -> dict[str, object]:
+        """Return Triton's launch options."""
+        return {"num_warps": 1} | ({"launch_pdl": True} if self.wait_launch else {})
+
+
+_CALLS = BoundCalls()
+
 
 def _power_of_2_up_to(number: int) -> int:
     return 1 << number.bit_length() - 1
@@ -852,6 +869,9 @@ def launch_reduce(
     The mailbox's regions hold out and the LSE of max_tokens * H rows. One launch; only one of its
     phases without `send` or `merge`, for ranks of one process.
     """
+    key = call_key(out, lse, merged_out, merged_lse, mailbox.identity, config, send, merge)
+    if _CALLS.again(key):
+        return
     num_tokens, num_heads, head_dim = merged_out.shape
     num_rows = num_tokens * num_heads
     # The same on all ranks: what a word is, not how a rank's tensors lie.
@@ -866,44 +886,46 @@ def launch_reduce(
     source, halves = _in_words(out, pairs)
     own = mailbox.memory.view(torch.int32 if word_bytes == 4 else torch.int16)
     rounded = interpreter_safe(merged_out)
+    arguments = dict(  # noqa: C408 - read beside the kernel's keyword arguments
+        out_ptr=source,
+        lse_ptr=lse,
+        merged_out_ptr=rounded,
+        merged_lse_ptr=merged_lse,
+        own_out_ptr=own,
+        own_lse_ptr=mailbox.memory.view(torch.int32),
+        control_ptr=mailbox.control,
+        addresses_ptr=mailbox.addresses,
+        host_ptr=mailbox.record,
+        stride_out_t=source.stride(0),
+        stride_out_h=source.stride(1),
+        stride_lse_t=lse.stride(0),
+        stride_lse_h=lse.stride(1),
+        offset_out=mailbox.offsets[0] // word_bytes,
+        offset_lse=mailbox.offsets[1] // 4,
+        stride_slot_out=mailbox.slot_bytes[0] // word_bytes,
+        stride_slot_lse=mailbox.slot_bytes[1] // 4,
+        num_rows=num_rows,
+        timeout_ns=mailbox.timeout_ns,
+        RANK=mailbox.rank,
+        SIZE=mailbox.size,
+        NUM_HEADS=num_heads,
+        WIDTH=width,
+        ROWS=rows,
+        BLOCK_W=block_w,
+        KIND=KINDS[out.dtype] + ("x2" if pairs else ""),
+        HALVES=halves,
+        INDEX=tl.int32 if _spans_int32(source, lse, own) else tl.int64,
+        LOOP=num_tiles > config.max_programs,
+        ARCH=mailbox.arch,
+        WAIT_LAUNCH=config.wait_launch,
+        SEND=send,
+        MERGE=merge,
+    )
+    launch = Launch(
+        _direct_reduce_kernel, (min(num_tiles, config.max_programs),), arguments, config.options()
+    )
     with torch.cuda.device_of(out):
-        _direct_reduce_kernel[(min(num_tiles, config.max_programs),)](
-            out_ptr=source,
-            lse_ptr=lse,
-            merged_out_ptr=rounded,
-            merged_lse_ptr=merged_lse,
-            own_out_ptr=own,
-            own_lse_ptr=mailbox.memory.view(torch.int32),
-            control_ptr=mailbox.control,
-            addresses_ptr=mailbox.addresses,
-            host_ptr=mailbox.record,
-            stride_out_t=source.stride(0),
-            stride_out_h=source.stride(1),
-            stride_lse_t=lse.stride(0),
-            stride_lse_h=lse.stride(1),
-            offset_out=mailbox.offsets[0] // word_bytes,
-            offset_lse=mailbox.offsets[1] // 4,
-            stride_slot_out=mailbox.slot_bytes[0] // word_bytes,
-            stride_slot_lse=mailbox.slot_bytes[1] // 4,
-            num_rows=num_rows,
-            timeout_ns=mailbox.timeout_ns,
-            RANK=mailbox.rank,
-            SIZE=mailbox.size,
-            NUM_HEADS=num_heads,
-            WIDTH=width,
-            ROWS=rows,
-            BLOCK_W=block_w,
-            KIND=KINDS[out.dtype] + ("x2" if pairs else ""),
-            HALVES=halves,
-            INDEX=tl.int32 if _spans_int32(source, lse, own) else tl.int64,
-            LOOP=num_tiles > config.max_programs,
-            ARCH=mailbox.arch,
-            WAIT_LAUNCH=config.wait_launch,
-            SEND=send,
-            MERGE=merge,
-            num_warps=1,
-            **({"launch_pdl": True} if config.wait_launch else {}),
-        )
+        _CALLS.first(key, [launch])
     if rounded is not merged_out:
         merged_out.copy_(rounded)
 
@@ -922,6 +944,9 @@ def launch_gather(
     The mailbox's one region holds max_tokens * H * D elements. One launch; only one of its phases
     without `send` or `merge`, for ranks of one process.
     """
+    key = call_key(q, gathered, mailbox.identity, config, send, merge)
+    if _CALLS.again(key):
+        return
     num_tokens, num_heads, head_dim = q.shape
     # The same on all ranks: what a word is, not how a rank's tensors lie.
     pairs = q.element_size() == 2 and num_heads * head_dim % 2 == 0
@@ -938,34 +963,36 @@ def launch_gather(
     num_tiles = triton.cdiv(num_tokens * width, block)
     own = mailbox.memory.view(torch.int32 if word_bytes == 4 else torch.int16)
     result = gathered.flatten(1).view(own.dtype)
+    arguments = dict(  # noqa: C408 - read beside the kernel's keyword arguments
+        q_ptr=source,
+        gathered_ptr=result,
+        own_ptr=own,
+        control_ptr=mailbox.control,
+        addresses_ptr=mailbox.addresses,
+        host_ptr=mailbox.record,
+        stride_q_t=source.stride(0),
+        stride_q_h=0 if dense else source.stride(1),
+        offset=mailbox.offsets[0] // word_bytes,
+        stride_slot=mailbox.slot_bytes[0] // word_bytes,
+        num_tokens=num_tokens,
+        num_tiles=num_tiles,
+        timeout_ns=mailbox.timeout_ns,
+        RANK=mailbox.rank,
+        SIZE=mailbox.size,
+        WIDTH=width,
+        HEAD_DIM=head_dim if halves else head_dim * q.element_size() // word_bytes,
+        BLOCK=block,
+        HALVES=halves,
+        DENSE=dense,
+        INDEX=tl.int32 if _spans_int32(source, result, own) else tl.int64,
+        LOOP=num_tiles > config.max_programs,
+        ARCH=mailbox.arch,
+        WAIT_LAUNCH=config.wait_launch,
+        SEND=send,
+        MERGE=merge,
+    )
+    launch = Launch(
+        _direct_gather_kernel, (min(num_tiles, config.max_programs),), arguments, config.options()
+    )
     with torch.cuda.device_of(q):
-        _direct_gather_kernel[(min(num_tiles, config.max_programs),)](
-            q_ptr=source,
-            gathered_ptr=result,
-            own_ptr=own,
-            control_ptr=mailbox.control,
-            addresses_ptr=mailbox.addresses,
-            host_ptr=mailbox.record,
-            stride_q_t=source.stride(0),
-            stride_q_h=0 if dense else source.stride(1),
-            offset=mailbox.offsets[0] // word_bytes,
-            stride_slot=mailbox.slot_bytes[0] // word_bytes,
-            num_tokens=num_tokens,
-            num_tiles=num_tiles,
-            timeout_ns=mailbox.timeout_ns,
-            RANK=mailbox.rank,
-            SIZE=mailbox.size,
-            WIDTH=width,
-            HEAD_DIM=head_dim if halves else head_dim * q.element_size() // word_bytes,
-            BLOCK=block,
-            HALVES=halves,
-            DENSE=dense,
-            INDEX=tl.int32 if _spans_int32(source, result, own) else tl.int64,
-            LOOP=num_tiles > config.max_programs,
-            ARCH=mailbox.arch,
-            WAIT_LAUNCH=config.wait_launch,
-            SEND=send,
-            MERGE=merge,
-            num_warps=1,
-            **({"launch_pdl": True} if config.wait_launch else {}),
-        )
+        _CALLS.first(key, [launch])

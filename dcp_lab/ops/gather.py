@@ -9,6 +9,7 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import gather as kernels
+from dcp_lab.kernels.launch import Launch
 from dcp_lab.kernels.varlen import _varlen_kernel
 from dcp_lab.ops.arguments import (
     DecodeArguments,
@@ -27,7 +28,6 @@ from dcp_lab.ops.checks import (
 )
 from dcp_lab.ops.copies import cache_arguments, choose_copy_config
 from dcp_lab.ops.device import Device, current_device, device_of, is_here
-from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.split_kv import plan_reduce, split_call
 from dcp_lab.ops.workspace import DecodeConfig
 from dcp_lab.sharding import Shard

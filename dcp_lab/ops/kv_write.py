@@ -7,10 +7,13 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import kv_write as kernels
+from dcp_lab.kernels.launch import BoundCalls, Launch, call_key
 from dcp_lab.ops.arguments import check_kv_cache
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor
 from dcp_lab.ops.copies import FP8_BIAS, cache_arguments, choose_copy_config
 from dcp_lab.ops.device import current_device
+
+_CALLS = BoundCalls()
 
 
 def write_kv(
@@ -46,7 +49,8 @@ def write_kv(
             what was given.
 
     Notes:
-        One launch, no sync, no allocation: safe under graph capture.
+        One launch, no sync, no allocation: safe under graph capture. A call with the arguments of
+        an earlier one (the same memory and shapes) is not checked again.
         fp8 is rounded to nearest, ties to even; what is over the format's largest value (448, or
         240 for e4m3fnuz) becomes it, NaN stays NaN.
         Slots cannot be checked without a sync. One outside the cache (below 0, or
@@ -56,6 +60,9 @@ def write_kv(
     Source:
         Written here; slots as in vLLM's reshape_and_cache_flash (Apache-2.0).
     """
+    call = call_key(key, value, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale)
+    if _CALLS.again(call):
+        return
     cache = check_kv_cache(k_cache, v_cache, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale)
     device, heads = k_cache.device, cache.num_kv_heads
     check_tensor(
@@ -92,18 +99,20 @@ def write_kv(
         key, value = key.to(k_cache.dtype), value.to(k_cache.dtype)
     num_rows = num_tokens * heads
     config = choose_copy_config(num_rows, max(cache.head_dim, cache.head_dim_v), device)
+    write = dict(
+        key_ptr=key,
+        value_ptr=value,
+        slot_mapping_ptr=slot_mapping,
+        num_rows=num_rows,
+        num_slots=cache.num_pages * cache.page_size,
+        stride_key_t=key.stride(0),
+        stride_key_h=key.stride(1),
+        stride_value_t=value.stride(0),
+        stride_value_h=value.stride(1),
+        BLOCK_R=config.block_rows,
+        **cache_arguments(cache, spare=slot_mapping),
+    )
+    grid = (triton.cdiv(num_rows, config.block_rows),)
+    options = {"num_warps": config.num_warps}
     with current_device(device):
-        kernels._write_kv_kernel[(triton.cdiv(num_rows, config.block_rows),)](
-            key_ptr=key,
-            value_ptr=value,
-            slot_mapping_ptr=slot_mapping,
-            num_rows=num_rows,
-            num_slots=cache.num_pages * cache.page_size,
-            stride_key_t=key.stride(0),
-            stride_key_h=key.stride(1),
-            stride_value_t=value.stride(0),
-            stride_value_h=value.stride(1),
-            BLOCK_R=config.block_rows,
-            num_warps=config.num_warps,
-            **cache_arguments(cache, spare=slot_mapping),
-        )
+        _CALLS.first(call, [Launch(kernels._write_kv_kernel, grid, write, options)])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 import triton
 
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import decode as kernels
+from dcp_lab.kernels.launch import BoundCalls, Launch, call_key
 from dcp_lab.ops.arguments import DecodeArguments
 from dcp_lab.ops.checks import dtype_name, fail
 from dcp_lab.ops.device import current_device, device_of
-from dcp_lab.ops.launch import Launch
 from dcp_lab.ops.workspace import (
     DecodeConfig,
     DecodeWorkspace,
@@ -54,6 +55,36 @@ class SplitCall:
     arguments: Mapping[str, object]
 
 
+# Calls without a workspace, whose launches need nothing but what they are given.
+_CALLS = BoundCalls()
+
+
+def repeated_call(
+    workspace: DecodeWorkspace | None,
+    num_splits: int | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    *arguments: tuple[object, ...],
+) -> tuple[BoundCalls, Hashable]:
+    """Return (the calls that are remembered with this one, its key or None).
+
+    Args:
+        workspace, num_splits, out, lse: As given.
+        arguments: All others, in groups.
+    """
+    if out is None or lse is None:
+        # Allocated by the call.
+        return _CALLS, None
+    if isinstance(workspace, DecodeWorkspace):
+        calls, prepared = workspace.calls, workspace.prepared
+    elif workspace is None and num_splits == 1:
+        calls, prepared = _CALLS, None
+    else:
+        return _CALLS, None
+    rest = itertools.chain.from_iterable(arguments)
+    return calls, call_key(out, lse, num_splits, prepared, *rest)
+
+
 def run_split_call(
     a: DecodeArguments,
     plan: Callable[..., list[Launch]],
@@ -61,8 +92,10 @@ def run_split_call(
     workspace: DecodeWorkspace | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    calls: BoundCalls = _CALLS,
+    key: Hashable = None,
 ) -> AttnState:
-    """Make what was not given, and launch plan(a, workspace=, out=, lse=)."""
+    """Make what was not given, launch plan(a, workspace=, out=, lse=), and remember it by key."""
     if workspace is not None:
         check_workspace(workspace, a)
     q = a.q
@@ -99,8 +132,7 @@ def run_split_call(
         )
     rounded = interpreter_safe(out)
     with current_device(q.device):
-        for launch in plan(a, workspace=workspace, out=rounded, lse=lse):
-            launch.run()
+        calls.first(key, plan(a, workspace=workspace, out=rounded, lse=lse))
     if rounded is not out:
         out.copy_(rounded)
     return AttnState(out, lse)

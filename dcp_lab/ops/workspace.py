@@ -10,6 +10,7 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels import decode as kernels
+from dcp_lab.kernels.launch import BoundCalls
 from dcp_lab.ops.arguments import (
     CACHE_DTYPES,
     MAX_HEAD_DIM,
@@ -324,6 +325,7 @@ class DecodeWorkspace:
         self.partial_out = empty(*rows, self.head_dim_v, dtype=torch.float32)
         self.partial_lse = empty(*rows, dtype=torch.float32)
         self.prepared: PreparedDecode | None = None
+        self.calls = BoundCalls()
 
     def _slots(self, facts: Device, slots_per_sm: int) -> int:
         return max(1, facts.num_sms * slots_per_sm // (self.num_kv_heads * self.row_blocks))

@@ -1,0 +1,149 @@
+"""A kernel launch as a value: planned, run once, or bound to its buffers and run many times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from dcp_lab.kernels import INTERPRETED
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        kernel: A triton.jit function.
+        grid: Programs, 1 to 3 dimensions.
+        arguments: Every argument by name.
+        options: Triton's own: num_warps, launch_pdl, ...
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, object]
+    options: Mapping[str, object]
+
+    def run(self) -> Any:
+        """Launch; return the compiled kernel (None from the interpreter)."""
+        return self.kernel[self.grid](**self.arguments, **self.options)
+
+    def bind(self, *, keep: bool = True) -> Callable[[], object]:
+        """Launch once, and return what launches the same again for a fraction of the host time.
+
+        What Triton does anew in every launch (sort arguments by name, specialise on each of them,
+        look up the binary) is done here once. So the arguments are fixed: the same tensors, whose
+        contents may change. It goes to their device, which has to be current here, whatever
+        device is current later.
+
+        Args:
+            keep: Keep the tensors alive. Without, what is returned knows addresses only, and
+                whoever calls it sees to it that they hold. Default: True.
+        """
+        compiled = self.run()
+        if INTERPRETED:
+            return self.run
+        run = compiled[self.grid + (1,) * (3 - len(self.grid))]
+        ordered = tuple(self.arguments[name] for name in self.kernel.arg_names)
+        if not keep:
+            ordered = tuple(map(_address, ordered))
+        # Asked of torch's C functions, twice cheaper than of Triton's driver, which a stream
+        # that is given leaves out: 0.1 us each.
+        ours = torch.cuda.current_device()
+        current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+        def launch() -> None:
+            if current() == ours:
+                run(*ordered, stream=stream_of(ours))
+            else:
+                with torch.cuda.device(ours):
+                    run(*ordered, stream=stream_of(ours))
+
+        return launch
+
+
+def _address(argument: object) -> object:
+    """Return a device tensor's address, which a launch takes too; anything else as it is."""
+    if isinstance(argument, torch.Tensor) and argument.is_cuda:
+        return argument.data_ptr()
+    return argument
+
+
+class BoundCalls:
+    """Calls that were checked and planned before, by everything that their launches depend on.
+
+    A model's layer makes the same call in every step: the same buffers, other contents. The first
+    one is checked and planned; those after it only launch, which takes the host a fraction.
+
+        key = call_key(q, k_cache, ..., softmax_scale)
+        if calls.again(key):
+            return
+        ...  # check, plan
+        calls.first(key, launches)
+
+    Args:
+        most: Calls kept; one more and all are forgotten. Default: 2,048, twenty calls of a hundred
+            layers. An entry is a few kilobytes.
+
+    Notes:
+        An entry keeps no tensor alive: a key names addresses, shapes, strides and dtypes, and
+        another tensor for which all of these are the same is launched in the same way.
+    """
+
+    # Set while somebody watches launches and has to see the tensors of each (graphs.watch).
+    paused: ClassVar[bool] = False
+
+    def __init__(self, most: int = 2048) -> None:
+        self._most = most
+        self._calls: dict[Hashable, list[Callable[[], object]]] = {}
+
+    def again(self, key: Hashable) -> bool:
+        """Launch what a call of this key launched before; return whether there was one."""
+        if key is None or self.paused:
+            return False
+        try:
+            launches = self._calls.get(key)
+        except TypeError:
+            # Something in it that no check has passed.
+            return False
+        if launches is None:
+            return False
+        for launch in launches:
+            launch()
+        return True
+
+    def first(self, key: Hashable, launches: Sequence[Launch]) -> None:
+        """Launch, on the current device, and keep what launches the same again."""
+        if key is None or self.paused:
+            for launch in launches:
+                launch.run()
+            return
+        if len(self._calls) >= self._most:
+            self._calls.clear()
+        self._calls[key] = [launch.bind(keep=False) for launch in launches]
+
+
+def call_key(*arguments: object) -> Hashable:
+    """Return what tells calls apart whose launches differ; None where nothing is to be kept.
+
+    Args:
+        arguments: Everything that the launches depend on: tensors, and values that hash.
+
+    Notes:
+        None under the interpreter, and where a tensor does not live on a GPU.
+    """
+    if INTERPRETED:
+        return None
+    key = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            if not argument.is_cuda:
+                return None
+            key.append((argument.data_ptr(), argument.dtype, argument.shape, argument.stride()))
+        else:
+            # A bool and a float are not the int that they equal.
+            key.append((type(argument), argument))
+    return tuple(key)
