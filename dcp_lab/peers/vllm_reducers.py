@@ -27,6 +27,11 @@ def absent() -> str | None:
     for module in ("dcp_alltoall", "common"):
         if missing := module_missing(f"vllm.v1.attention.ops.{module}", INSTALL):
             return missing
+    try:
+        from vllm.distributed import parallel_state  # noqa: F401
+        from vllm.v1.attention.ops import common, dcp_alltoall  # noqa: F401
+    except ImportError as error:
+        return f"vLLM is there but does not import: {error}; {INSTALL}"
     return None
 
 
