@@ -270,6 +270,7 @@ COMPILED = {"amd_kernels": AMD_KERNELS}
 MEASURED = {
     "accuracy": rows.ACCURACY,
     "decode": record.DECODE,
+    "engine": record.ENGINE,
     "peers": PEERS,
     "probe": PROBE,
     "reduce": record.REDUCE,

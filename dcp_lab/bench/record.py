@@ -411,6 +411,73 @@ STACK = table(
 )
 
 
+# Metric of an engine -> its unit; those that belong to a context.
+ENGINE_UNITS = {
+    "tpot": "ms",
+    "ttft": "ms",
+    "start": "s",
+    "compile": "s",
+    "capture": "s",
+    "graph_memory": "GiB",
+    "kv_cache_capacity": "tokens",
+    "exchange": "bytes",
+    "reserved": "bytes",
+    "tokens_same": "tokens",
+    "tokens_tied": "tokens",
+    "tokens_other": "tokens",
+}
+ENGINE_OF_CONTEXT = ("tpot", "ttft", "tokens_same", "tokens_tied", "tokens_other")
+
+ENGINE = table(
+    "engine",
+    {
+        **provenance_columns(),
+        "run": DATE_UTC,
+        "row": text(),
+        "model_name": text(),
+        "num_layers": whole(at_least(1)),
+        "num_q_heads": whole(at_least(1)),
+        "num_kv_heads": whole(at_least(1)),
+        "head_dim": whole(at_least(1)),
+        "requests": whole(at_least(1)),
+        "weights": text(one_of("spread", "dummy")),
+        "tensor_parallel": whole(at_least(1)),
+        "dcp_size": whole(at_least(1)),
+        "dcp_comm_backend": text(one_of("ag_rs", "a2a"), nullable=True),
+        "attention_backend": text(),
+        "options": text(nullable=True),
+        "attention": text(),
+        "reducer": text(one_of("ag_rs", "a2a", "direct"), nullable=True),
+        "runner": text(),
+        "cudagraph_mode": text(),
+        "capture_sizes": text(),
+        "block_size": whole(at_least(1)),
+        "batched_tokens": whole(at_least(1)),
+        "max_model_len": whole(at_least(1)),
+        "memory_share": real(above(0)),
+        "context_tokens": whole(at_least(1), nullable=True),
+        "metric": text(one_of(*ENGINE_UNITS)),
+        "sample": whole(at_least(0)),
+        "value": real(),
+        "unit": text(),
+        "method": text(),
+    },
+    rules=[
+        rule(lambda f: f.unit == f.metric.map(ENGINE_UNITS), "the metric's unit"),
+        rule(
+            lambda f: f.metric.isin(ENGINE_OF_CONTEXT) == f.context_tokens.notna(),
+            f"context_tokens of {', '.join(ENGINE_OF_CONTEXT)} alone",
+        ),
+        rule(lambda f: (f.value > 0) | ~f.metric.isin(("tpot", "ttft")), "a time > 0"),
+        rule(
+            lambda f: (f.dcp_size > 1) == f.dcp_comm_backend.notna(),
+            "dcp_comm_backend where dcp_size > 1",
+        ),
+    ],
+    unique=["run", "row", "metric", "context_tokens", "sample"],
+)
+
+
 def validate(frame: pd.DataFrame, schema: pa.DataFrameSchema, where: str) -> pd.DataFrame:
     """Return the table in the schema's types if it keeps the schema.
 
