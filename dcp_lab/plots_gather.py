@@ -68,7 +68,7 @@ def _log_ticks(ax: Axes, ticks: list[float], axis: str) -> None:
     """Name these places of a log axis and no others."""
     low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
     shown = [tick for tick in ticks if low <= tick <= high]
-    names = [f"{tick:,g}" for tick in shown]
+    names = [f"{tick:,.4g}" if tick < 1000 else f"{tick:,.0f}" for tick in shown]
     (ax.set_xticks if axis == "x" else ax.set_yticks)(shown, names)
     (ax.xaxis if axis == "x" else ax.yaxis).set_minor_locator(NullLocator())
 
@@ -113,7 +113,7 @@ def layer_time(rows: pd.DataFrame, *, family: tuple[int, int, int], source: str)
         ax.set_xticks(contexts[::step], [tokens(c) for c in contexts[::step]])
         ax.xaxis.set_minor_locator(NullLocator())
     for ax in axes[:, 0]:
-        _log_ticks(ax, [1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000], "y")
+        _log_ticks(ax, [1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000, 1e5, 1e6], "y")
     axes[1, 0].set_xlabel("tokens of a request (log scale)", loc="left")
     _legend(fig, WAYS, set(rows.way))
     graph = rows[rows["mode"] == "graph"]
@@ -351,7 +351,7 @@ def share_map(shares: pd.DataFrame, *, gather: str, source: str) -> Figure:
                 ax.text(column, row, "not\nbenched", ha="center", va="center", color=plots.GREY)
                 continue
             text = f"{plots.number(100 * value, 0)} %\n+{plots.number(extra.iloc[row, column])} ms"
-            ink = "white" if value > 0.55 else plots.BLACK
+            ink = "white" if value > 0.4 else plots.BLACK
             ax.text(column, row, text, ha="center", va="center", weight="bold", color=ink)
     names = [f"{r} request{'s' if r > 1 else ''},\n{dense} dense part" for dense, r in share.index]
     ax.set_yticks(range(len(share)), names)
@@ -363,7 +363,7 @@ def share_map(shares: pd.DataFrame, *, gather: str, source: str) -> Figure:
     low = shown.loc[shown.share.idxmin()]
     return plots.finding(
         fig,
-        f"A {gather} gather is {_at(low)}, {_at(top)}",
+        f"Modelled, a {gather} gather is {_at(low)}, {_at(top)}",
         f"Modelled from measured parts ({source}): layers x (gathered - paged layer), over the "
         f"measured rest of the step plus the gathered layers.",
     )
