@@ -312,7 +312,10 @@ def step_share(steps: pd.DataFrame, *, source: str) -> Figure:
     _legend(fig, WAYS, set(steps.gather) & set(drawn))
     ends = [
         f"{name} {_range(100 * steps[steps.gather == gather].share, 0)} %"
-        for gather, name in (("per_page", "the best gather is"), ("published", "the published"))
+        for gather, name in (
+            ("per_page", "the per_page gather is"),
+            ("published", "the published"),
+        )
         if (steps.gather == gather).any()
     ]
     return plots.finding(
