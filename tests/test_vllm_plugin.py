@@ -13,27 +13,28 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_lab import Shard
+from dcp_lab import AttnState, Shard
 from dcp_lab.reference import reference_decode, reference_merge
 from dcp_lab.testing import PagedCase
-from dcp_lab.vllm_plugin import gate
+from dcp_lab.vllm_plugin import attention, gate
 from dcp_lab.vllm_plugin.attention import (
     MAX_REDUCER_TOKENS,
     LayerShape,
     Limits,
     Planner,
     attend,
+    scratch_pair,
 )
 from dcp_lab.vllm_plugin.options import VALUES, Options, read_options
 from dcp_lab.vllm_plugin.reasons import configuration_reasons, explain
-from dcp_lab.vllm_plugin.versions import kv_cache_shape, split_kv_cache
+from dcp_lab.vllm_plugin.versions import kv_cache_shape, prefill_context, split_kv_cache
 
 # ---- options --------------------------------------------------------------------------------
 
 
 def test_nothing_given_gives_the_documented_defaults():
     """Without options the pages are read in place and vLLM's own choice of reducer holds."""
-    assert read_options(None, {}) == Options("paged", "published", "auto", "off")
+    assert read_options(None, {}) == Options("paged", "published", "auto", "auto", "off")
     assert [values[0] for values in VALUES.values()] == list(vars(Options()).values())
 
 
@@ -197,85 +198,191 @@ NUM_Q_HEADS, HEAD_DIM = 4, 64
 
 
 class OneRank:
-    """An exchange that hands on the queries of all ranks and keeps what would be reduced."""
+    """An exchange that hands on the queries of all ranks and merges with the other ranks' states.
 
-    def __init__(self, q: torch.Tensor) -> None:
-        self.q = q
+    Args:
+        q: Queries of all ranks, [T, Hq, D].
+        others: States that the other ranks handed in, one a reduce, in the same order.
+        rank: Of these heads.
+    """
+
+    def __init__(self, q: torch.Tensor, rank: int, others: list[Any]) -> None:
+        self.q, self.rank, self.others, self.kept = q, rank, others, []
 
     def gather(self, q: torch.Tensor) -> torch.Tensor:
-        return self.q
+        heads = q.shape[1]
+        (start,) = [
+            start
+            for start in range(len(self.q) - len(q) + 1)
+            if torch.equal(
+                self.q[start : start + len(q), heads * self.rank : heads * (self.rank + 1)], q
+            )
+        ]
+        return self.q[start : start + len(q)]
 
     def state(self, num_tokens: int) -> Any:
-        nan = torch.full_like(self.q, torch.nan)
-        return type(self).State(nan, torch.full(self.q.shape[:2], torch.nan))
+        out = torch.full((num_tokens, *self.q.shape[1:]), torch.nan)
+        return AttnState(out, torch.full(out.shape[:2], torch.nan))
 
-    def reduce(self, state: Any, output: torch.Tensor) -> None:
-        self.kept = state
+    def reduce(self, state: Any, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        self.kept.append(AttnState(*(part.clone() for part in state)))
+        if not self.others:
+            return
+        pairs = zip(state, self.others[len(self.kept) - 1], strict=True)
+        merged = reference_merge(*(torch.stack(pair) for pair in pairs))
+        heads = output.shape[1]
+        mine = slice(heads * self.rank, heads * (self.rank + 1))
+        output.copy_(merged.out[:, mine])
+        if lse is not None:
+            lse.copy_(merged.lse[:, mine])
 
-    from dcp_lab import AttnState as State
 
+def rank_step(
+    whole: PagedCase,
+    shard: Shard,
+    others: list[Any],
+    *,
+    num_decodes: int,
+    gather: str | None = None,
+    flash: Any = None,
+    drafts: int = 1,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Return (output, states handed to the exchange) of one rank, as the plugin plans and attends.
 
-def rank_state(whole: PagedCase, shard: Shard, drafts: int, gather: str | None) -> Any:
-    """Return one rank's state of a step, as the plugin plans and attends it."""
+    Args:
+        whole: The step, decodes first.
+        shard: Of the rank.
+        others: The other rank's states; empty: output is not whole.
+        num_decodes: Requests of the step that are decodes.
+        gather, flash: The plan's and the layer's.
+        drafts: Most query tokens of a decode.
+        softcap, window: The layer's.
+    """
     case = whole.on_rank(shard)
-    q, k_cache, v_cache, table, local = case.tensors
-    lens = whole.tensors[4]
-    starts = torch.tensor([*range(0, len(lens) * drafts + 1, drafts)], dtype=torch.int32)
-    shape = LayerShape(NUM_Q_HEADS // shard.size, 1, HEAD_DIM, None, torch.float32, torch.float32)
-    page = k_cache.shape[1]
+    q, k_cache, v_cache, table, _ = case.tensors
+    lens, starts = whole.tensors[4], whole.query_start_loc
+    if starts is None:
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32)
+    heads = NUM_Q_HEADS // shard.size
+    shape = LayerShape(heads, 1, HEAD_DIM, window, torch.float32, torch.float32)
     planner = Planner(
         [shape],
-        Limits(40, len(q), drafts, 256, 1 << 20, page),
+        Limits(40, len(q), drafts, 256, 1 << 20, k_cache.shape[1]),
         shard,
         torch.device("cpu"),
         gather=gather,
+        flash=flash is not None,
+    )
+    queries = starts.diff()
+    common = types.SimpleNamespace(
+        num_reqs=len(lens), query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=lens
     )
     step = planner.plan(
         num_tokens=len(q),
-        num_decodes=len(lens),
-        num_decode_tokens=len(q),
-        max_query_len=drafts,
+        num_decodes=num_decodes,
+        num_decode_tokens=int(starts[num_decodes]),
+        max_query_len=int(queries.max()),
         query_start_loc=starts,
         seq_lens=lens,
         local_seq_lens=None,
         block_table=table,
+        max_seq_len=int(lens.max()),
+        prefill_context=prefill_context(common, num_decodes),
     )
-    exchange = OneRank(q)
+    # The step's own keys; a padded request has none.
+    own_k, own_v = (torch.zeros(len(q), 1, HEAD_DIM) for _ in range(2))
+    for request, count in enumerate(queries.tolist()):
+        if lens[request]:
+            rows = slice(int(starts[request]), int(starts[request]) + count)
+            own_k[rows] = whole.keys[request][-count:]
+            own_v[rows] = whole.values[request][-count:]
+    mine = slice(heads * shard.rank, heads * (shard.rank + 1))
+    exchange = OneRank(q, shard.rank, others) if shard.size > 1 else None
+    output = torch.full((len(q), heads, HEAD_DIM), torch.nan)
     attend(
-        q[:, : NUM_Q_HEADS // shard.size],
+        q[:, mine],
         k_cache,
         v_cache,
         step,
-        torch.empty(len(q), NUM_Q_HEADS // shard.size, HEAD_DIM),
-        lse=torch.empty(0),
+        output,
+        lse=torch.empty(len(q), heads),
         shape=shape,
         shard=shard,
         exchange=exchange,
         softmax_scale=HEAD_DIM**-0.5,
+        softcap=softcap,
+        key=own_k,
+        value=own_v,
+        pair=scratch_pair(len(q), heads, HEAD_DIM, torch.float32, torch.device("cpu")),
+        flash=flash,
     )
-    return exchange.kept
+    return output, exchange.kept if exchange else []
+
+
+def check_step(whole: PagedCase, interleave: int, ranks: int = 2, **options: Any) -> list[Any]:
+    """Hold a step of all ranks against the oracle over whole requests; return rank 0's states."""
+    shards = [Shard(rank, ranks, interleave) for rank in range(ranks)]
+    states = [rank_step(whole, shard, [], **options)[1] for shard in shards]
+    outs = [
+        rank_step(whole, shard, states[1 - shard.rank] if ranks == 2 else [], **options)[0]
+        for shard in shards
+    ]
+    wanted = whole.reference_options()
+    wanted |= {"softcap": options.get("softcap"), "sliding_window": options.get("window")}
+    expected = reference_decode(*whole.tensors, **wanted)
+    out = torch.cat(outs, dim=1)
+    torch.testing.assert_close(out.double(), expected.out, atol=1e-5, rtol=1e-5)
+    return states[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("gather", [None, "published"])
-def test_a_decode_step_over_two_ranks_is_exact(gather: str | None, tokens: int):
+@pytest.mark.parametrize("gather", [None, "per_page", "published"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_decode_step_is_exact(ranks: int, gather: str | None, tokens: int):
     """Planned once, attended on each rank's shard, merged: the oracle over whole requests.
 
     tokens: Query tokens of each request, a token and its drafts.
     """
     whole = PagedCase.build(
-        [33, tokens, 0 if tokens == 1 else 5, 17, 64],
+        [33, tokens, 0 if tokens == 1 and gather != "published" else 5, 17, 64],
         num_q_heads=NUM_Q_HEADS,
         num_kv_heads=1,
         head_dim=HEAD_DIM,
         query_lens=None if tokens == 1 else [tokens] * 5,
     )
-    states = [rank_state(whole, Shard(rank, 2, 16), tokens, gather) for rank in (0, 1)]
-    outs, lses = (torch.stack(parts) for parts in zip(*states, strict=True))
-    merged = reference_merge(outs, lses)
-    expected = reference_decode(*whole.tensors, **whole.reference_options())
-    torch.testing.assert_close(merged.out.double(), expected.out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(merged.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
+    states = check_step(
+        whole, 16, ranks, num_decodes=5, gather=gather, drafts=tokens, softcap=20.0
+    )
+    # One exchange, whatever else is attended.
+    assert len(states) == ranks - 1
+
+
+def test_the_published_path_attends_the_new_token_apart(monkeypatch: pytest.MonkeyPatch):
+    """As study 1: queries, gather of the context alone, exchange, own token, merge."""
+    calls = []
+
+    def seen(name: str, op: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, args, kwargs))
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in ("gather_decode", "paged_decode", "merge_states"):
+        monkeypatch.setattr(attention, name, seen(name, getattr(attention, name)))
+    for name in ("gather", "reduce"):
+        monkeypatch.setattr(OneRank, name, seen(name, getattr(OneRank, name)))
+    whole = PagedCase.build([33, 1, 20], num_q_heads=NUM_Q_HEADS, num_kv_heads=1, head_dim=64)
+    rank_step(whole, Shard(0, 2), [], num_decodes=3, gather="published")
+    names = [name for name, *_ in calls]
+    assert names == ["gather", "gather_decode", "reduce", "paged_decode", "merge_states"]
+    (_, gathered, options), (_, own, _) = calls[1], calls[3]
+    # Tokens of this rank's half, the new one left out; the host waits for their number.
+    assert gathered[4].tolist() == [16, 0, 10]
+    assert options["gather"] == "published" and "total_tokens" not in options
+    assert own[0].shape[1] == NUM_Q_HEADS // 2 and own[4].tolist() == [1, 1, 1]
 
 
 def test_a_small_step_has_tiles_of_its_own():
@@ -327,7 +434,7 @@ def test_long_prefills_go_through_the_reducer_in_pieces():
     exchange = Exchange.__new__(Exchange)
     exchange.reducer = Reducer()
     tokens = 2 * MAX_REDUCER_TOKENS + 5
-    state = OneRank.State(torch.arange(tokens * 4.0).view(tokens, 4, 1), torch.zeros(tokens, 4))
+    state = AttnState(torch.arange(tokens * 4.0).view(tokens, 4, 1), torch.zeros(tokens, 4))
     output = torch.empty(tokens, 2, 1)
     exchange.reduce(state, output)
     assert Reducer.seen == [MAX_REDUCER_TOKENS, MAX_REDUCER_TOKENS, 5]

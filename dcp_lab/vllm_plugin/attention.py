@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from dcp_lab.ops.decode import paged_decode
 from dcp_lab.ops.gather import GatherWorkspace, gather_decode
+from dcp_lab.ops.merge import merge_states
 from dcp_lab.ops.workspace import DecodeWorkspace
 from dcp_lab.reducers import make_query_gather, make_reducer
 from dcp_lab.sharding import Shard
@@ -67,6 +68,23 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
+class Context:
+    """What the cache held before a step, for a part that attends that and its own tokens apart.
+
+    Attributes:
+        seq_lens: int32 [B], tokens of it in this rank's cache.
+        there: False when the host knows that no request has any; the same on all ranks.
+        own_table, own_lens: int32 [B, max_query_len] and [B], the step's keys as a cache whose
+            pages hold one token. None where a kernel attends them by query_start_loc.
+    """
+
+    seq_lens: torch.Tensor
+    there: bool
+    own_table: torch.Tensor | None = None
+    own_lens: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """Requests of one step that are attended by one call, decodes or prefills.
 
@@ -79,6 +97,10 @@ class Part:
         max_query_len: Most query tokens of a request.
         workspaces: LayerShape -> prepared workspace, of the kind that the attention path takes;
             None for prefills, whose rows are work enough.
+        flash: Whether FlashAttention attends it.
+        max_seq_len: Most tokens of a request in this rank's cache, or more; for FlashAttention.
+        context: Where the part attends that apart, in two calls whose results are merged. Default:
+            all in one call.
     """
 
     tokens: slice
@@ -88,6 +110,9 @@ class Part:
     query_start_loc: torch.Tensor | None
     max_query_len: int
     workspaces: dict[LayerShape, DecodeWorkspace | GatherWorkspace] | None
+    flash: bool = False
+    max_seq_len: int = 0
+    context: Context | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +137,7 @@ class Planner:
         shard: This rank's share of the tokens.
         device: Where the model runs.
         gather: Decodes gather their pages in this form first. Default: they read them in place.
+        flash: Whether prefills go through FlashAttention. Default: through the paged kernel.
 
     Notes:
         What a captured graph reads keeps its address: the workspaces and seq_lens are made here,
@@ -126,8 +152,10 @@ class Planner:
         device: torch.device,
         *,
         gather: str | None = None,
+        flash: bool = False,
     ) -> None:
         self.limits, self.shard, self.device = limits, shard, device
+        self._published, self._flash = gather == "published", flash
         make = self._decode_workspace
         if gather is not None:
             make = functools.partial(self._gather_workspace, gather=gather)
@@ -179,7 +207,8 @@ class Planner:
     def _prepare(self, part: Part) -> None:
         for shape, workspace in part.workspaces.items():
             if isinstance(workspace, GatherWorkspace):
-                workspace.prepare(part.seq_lens, max_pages=part.block_table.shape[1])
+                lens = part.seq_lens if part.context is None else part.context.seq_lens
+                workspace.prepare(lens, max_pages=part.block_table.shape[1])
                 continue
             workspace.prepare(
                 part.seq_lens,
@@ -188,6 +217,19 @@ class Planner:
                 sliding_window=shape.sliding_window,
                 shard=self.shard,
             )
+
+    def _context(self, part: Part, *, there: bool) -> Context:
+        """Return the context of a part whose own tokens are attended apart."""
+        starts = part.query_start_loc
+        if starts is None:
+            starts = torch.arange(len(part.seq_lens) + 1, dtype=torch.int32, device=self.device)
+        own = starts.diff()
+        # A padded request has no token, not even the one that it counts for.
+        seq_lens = self.shard.local_seq_lens((part.global_seq_lens - own).clamp(min=0))
+        if part.flash:
+            return Context(seq_lens, there)
+        most = torch.arange(part.max_query_len, dtype=torch.int32, device=self.device)
+        return Context(seq_lens, there, starts[:-1, None] + most, own.to(torch.int32))
 
     def plan(
         self,
@@ -200,6 +242,8 @@ class Planner:
         seq_lens: torch.Tensor,
         local_seq_lens: torch.Tensor | None,
         block_table: torch.Tensor,
+        max_seq_len: int = 0,
+        prefill_context: bool = True,
     ) -> Step:
         """Return the step's plan; decodes are its first requests.
 
@@ -212,6 +256,8 @@ class Planner:
             seq_lens: int32 [B], tokens of the whole requests, this step's included.
             local_seq_lens: int32 [B], this rank's tokens. None: counted here, on the device.
             block_table: int32 [B, max_pages].
+            max_seq_len: Tokens of the longest whole request, or more; for FlashAttention.
+            prefill_context: False when no prefill of the step has tokens from before it.
 
         Notes:
             Nothing is read on the host. One or two launches a workspace.
@@ -238,21 +284,29 @@ class Planner:
                     made for requests, made in self._workspaces if num_decodes <= requests
                 ),
             )
+            if self._published:
+                part = dataclasses.replace(part, context=self._context(part, there=True))
             self._prepare(part)
             parts.append(part)
         if num_decodes < num_requests:
             starts = query_start_loc[num_decodes : num_requests + 1]
-            parts.append(
-                Part(
-                    tokens=slice(num_decode_tokens, num_tokens),
-                    block_table=block_table[num_decodes:num_requests],
-                    seq_lens=local[num_decodes:],
-                    global_seq_lens=seq_lens[num_decodes:],
-                    query_start_loc=starts - num_decode_tokens if num_decodes else starts,
-                    max_query_len=max_query_len,
-                    workspaces=None,
-                )
+            cycle = self.shard.size * self.shard.interleave_size
+            part = Part(
+                tokens=slice(num_decode_tokens, num_tokens),
+                block_table=block_table[num_decodes:num_requests],
+                seq_lens=local[num_decodes:],
+                global_seq_lens=seq_lens[num_decodes:],
+                query_start_loc=starts - num_decode_tokens if num_decodes else starts,
+                max_query_len=max_query_len,
+                workspaces=None,
+                flash=self._flash,
+                max_seq_len=-(-max_seq_len // cycle) * self.shard.interleave_size,
             )
+            if self._flash and self.shard.size > 1:
+                # FlashAttention's causal mask knows nothing of tokens that are dealt out.
+                context = self._context(part, there=prefill_context)
+                part = dataclasses.replace(part, context=context)
+            parts.append(part)
         return Step(num_tokens, tuple(parts))
 
 
@@ -308,12 +362,16 @@ class Exchange:
         """Return where this rank's attention of all heads goes."""
         return AttnState(self._out[:num_tokens], self._lse[:num_tokens])
 
-    def reduce(self, state: AttnState, output: torch.Tensor) -> None:
-        """Merge the ranks' states into this rank's heads of output."""
+    def reduce(
+        self, state: AttnState, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """Merge the ranks' states into this rank's heads of output, and of lse where given."""
         for start in range(0, len(output), self.reducer.max_tokens):
             rows = slice(start, start + self.reducer.max_tokens)
             piece = AttnState(state.out[rows], state.lse[rows])
-            self.reducer(piece, out=output[rows])
+            merged = self.reducer(piece, out=output[rows])
+            if lse is not None:
+                lse[rows].copy_(merged.lse)
 
     def memory_bytes(self) -> int:
         """Return the bytes of device memory that gather, reducer and the state hold."""
@@ -344,6 +402,10 @@ def attend(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    pair: AttnState | None = None,
+    flash: Callable[..., Any] | None = None,
 ) -> None:
     """Attend a step's tokens to the cache, which holds them already, and write output.
 
@@ -351,58 +413,185 @@ def attend(
     once. Decodes are split over the device by the prepared workspace, or gather their pages first
     where it is one for that; prefills read the pages and are split by their rows.
 
+    Two kinds of parts attend what the cache held before apart from the step's own tokens, and
+    merge: the published gather, as study 1 did, and FlashAttention under DCP. Every rank has all
+    the step's keys, so these need no exchange; prefills without context need none at all.
+
     Args:
         q: [T, Hq, D], this rank's heads.
         k_cache, v_cache: Pages [P, page, Hkv, D].
         step: The plan; rows of q and output past its tokens are padding and stay as they are.
         output: [T, Hq, D], written.
-        lse: fp32 [max_tokens, Hq], scratch; used without an exchange.
+        lse: fp32 [max_tokens, Hq], scratch; used without an exchange and by a merge.
         shape: Of this layer; the plan has a workspace for it.
         shard: This rank's share of the tokens.
         exchange: The group's, None where it has one rank.
         softmax_scale, softcap, k_scale, v_scale: As paged_decode.
         sinks: fp32, of the heads of all ranks.
+        key, value: [T, Hkv, D], the step's own; for parts that attend them apart.
+        pair: Scratch for those, out [2, max_tokens, Hq, D] and lse fp32 [2, max_tokens, Hq].
+        flash: flash_attention of dcp_lab.vllm_plugin.versions, where the plan's parts ask for it.
     """
-    num_tokens = step.num_actual_tokens
-    q, output = q[:num_tokens], output[:num_tokens]
-    if exchange is None:
-        state = AttnState(output, lse[:num_tokens])
-    else:
-        q, state = exchange.gather(q), exchange.state(num_tokens)
+    layer = _Layer(
+        k_cache,
+        v_cache,
+        shape,
+        shard,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        flash=flash,
+    )
+    if once := [part for part in step.parts if part.context is None]:
+        # One exchange for all of them.
+        first, end = once[0].tokens.start, once[-1].tokens.stop
+        rows = slice(first, end)
+        if exchange is None:
+            heads, state = q[rows], AttnState(output[rows], lse[rows])
+        else:
+            heads, state = exchange.gather(q[rows]), exchange.state(end - first)
+        for part in once:
+            own = slice(part.tokens.start - first, part.tokens.stop - first)
+            layer.attend(part, heads[own], AttnState(state.out[own], state.lse[own]))
+        if exchange is not None:
+            exchange.reduce(state, output[rows])
     for part in step.parts:
+        if part.context is None:
+            continue
+        rows = part.tokens
+        before, own = (
+            AttnState(out[: rows.stop - rows.start], part_lse[: rows.stop - rows.start])
+            for out, part_lse in zip(*pair, strict=True)
+        )
+        if not part.context.there:
+            alone = AttnState(output[rows], None)
+            layer.attend_own(part, q[rows], key[rows], value[rows], alone)
+            continue
+        if exchange is None:
+            layer.attend(part, q[rows], before)
+        else:
+            state = exchange.state(rows.stop - rows.start)
+            layer.attend(part, exchange.gather(q[rows]), state)
+            exchange.reduce(state, *before)
+        layer.attend_own(part, q[rows], key[rows], value[rows], own)
+        count = rows.stop - rows.start
+        merge_states(pair.out[:, :count], pair.lse[:, :count], out=output[rows], lse=lse[rows])
+
+
+class _Layer:
+    """What the calls of one layer have in common, see attend."""
+
+    def __init__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        shape: LayerShape,
+        shard: Shard,
+        *,
+        flash: Callable[..., Any] | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        **options: Any,
+    ) -> None:
+        self.k_cache, self.v_cache, self.shape, self.shard = k_cache, v_cache, shape, shard
+        self.flash, self.scales, self.sinks = flash, (k_scale, v_scale), sinks
+        self.options = {**options, "sliding_window": shape.sliding_window}
+
+    def attend(self, part: Part, q: torch.Tensor, state: AttnState) -> None:
+        """Attend a part's queries to the cache, or to the part's context alone, into state."""
+        context = part.context
+        seq_lens = part.seq_lens if context is None else context.seq_lens
+        if part.flash:
+            self.flash(
+                q,
+                self.k_cache,
+                self.v_cache,
+                # Nothing is merged where the whole cache is here.
+                state if context is not None else AttnState(state.out, None),
+                query_start_loc=part.query_start_loc,
+                max_query_len=part.max_query_len,
+                seq_lens=seq_lens,
+                max_seq_len=part.max_seq_len,
+                block_table=part.block_table,
+                causal=context is None,
+                **self.options,
+            )
+            return
         op, options = paged_decode, {}
         if part.workspaces is None:
             options["num_splits"] = 1
         else:
-            options["workspace"] = workspace = part.workspaces[shape]
+            options["workspace"] = workspace = part.workspaces[self.shape]
             if isinstance(workspace, GatherWorkspace):
                 op = gather_decode
                 options["gather"] = workspace.gather
+        k_scale, v_scale = self.scales
         op(
-            q[part.tokens],
-            k_cache,
-            v_cache,
+            q,
+            self.k_cache,
+            self.v_cache,
             part.block_table,
-            part.seq_lens,
-            softmax_scale=softmax_scale,
+            seq_lens,
             k_scale=k_scale,
             v_scale=v_scale,
-            sliding_window=shape.sliding_window,
-            softcap=softcap,
-            sinks=sinks,
+            sinks=self.sinks,
             query_start_loc=part.query_start_loc,
             max_query_len=part.max_query_len,
-            shard=shard,
+            shard=self.shard,
             global_seq_lens=part.global_seq_lens,
-            out=state.out[part.tokens],
-            lse=state.lse[part.tokens],
+            out=state.out,
+            lse=state.lse,
+            **self.options,
             **options,
         )
-    if exchange is not None:
-        exchange.reduce(state, output)
+
+    def attend_own(
+        self, part: Part, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: AttnState
+    ) -> None:
+        """Attend a part's queries to the step's own keys, with this rank's heads, into state."""
+        if part.flash:
+            self.flash(
+                q,
+                key,
+                value,
+                state,
+                query_start_loc=part.query_start_loc,
+                max_query_len=part.max_query_len,
+                **self.options,
+            )
+            return
+        context = part.context
+        paged_decode(
+            q,
+            key[:, None],
+            value[:, None],
+            context.own_table,
+            context.own_lens,
+            query_start_loc=part.query_start_loc,
+            max_query_len=part.max_query_len,
+            num_splits=1,
+            out=state.out,
+            lse=state.lse,
+            **self.options,
+        )
 
 
 @functools.cache
 def scratch_lse(max_tokens: int, num_q_heads: int, device: torch.device) -> torch.Tensor:
     """Return fp32 [max_tokens, Hq] that all layers of these sizes write and nobody reads."""
     return torch.empty(max_tokens, num_q_heads, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def scratch_pair(
+    max_tokens: int, num_q_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> AttnState:
+    """Return two states that all layers of these sizes write and merge at once."""
+    rows = (2, max_tokens, num_q_heads)
+    return AttnState(
+        torch.empty(*rows, head_dim, dtype=dtype, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+    )

@@ -22,6 +22,7 @@ from dcp_lab.vllm_plugin.attention import (
     Step,
     attend,
     scratch_lse,
+    scratch_pair,
 )
 from dcp_lab.vllm_plugin.options import Options, read_options
 from dcp_lab.vllm_plugin.reasons import configuration_reasons, explain
@@ -188,6 +189,7 @@ def classes() -> types.SimpleNamespace:
                 self._impls[0].shard,
                 device,
                 gather=options_of(vllm_config).gather_form,
+                flash=all(impl.flash is not None for impl in self._impls),
             )
 
         @classmethod
@@ -221,6 +223,8 @@ def classes() -> types.SimpleNamespace:
                 # With drafts vLLM's own count takes all of them for accepted.
                 local_seq_lens=None if self._speculative else common.dcp_local_seq_lens,
                 block_table=common.block_table_tensor,
+                max_seq_len=common.max_seq_len,
+                prefill_context=versions.prefill_context(common, num_decodes),
             )
 
     class DcpLabImpl(AttentionImpl):
@@ -270,8 +274,42 @@ def classes() -> types.SimpleNamespace:
                 self.dcp_rank, self.dcp_world_size, parallel.cp_kv_cache_interleave_size
             )
             self.max_tokens = max_step_tokens(config)
+            self.flash = self._flash_attention(options.prefill, config.model_config.dtype)
+            if options.gather_form == "published" and kv_sharing_target_layer_name is not None:
+                raise NotImplementedError(
+                    "gather=published: a layer that reads another one's cache has no keys of its "
+                    "own to attend apart; use gather=per_token or per_page"
+                )
+            # Who attends the context and the step's own tokens apart needs room for both.
+            self.apart = options.gather_form == "published" or (
+                self.flash is not None and self.shard.size > 1
+            )
             self.shape: LayerShape | None = None
             self.exchange: Exchange | None = None
+
+        def _flash_attention(self, prefill: str, q_dtype: torch.dtype) -> Any | None:
+            """Return what attends this layer's prefills if that is FlashAttention, else None."""
+            if prefill == "paged":
+                return None
+            shape = self.shape_for(q_dtype)
+            reason = versions.why_no_flash(
+                head_dim=shape.head_dim,
+                q_dtype=shape.q_dtype,
+                kv_dtype=shape.kv_dtype,
+                sliding_window=shape.sliding_window,
+                sinks=self.sinks is not None,
+                shares_cache=self.kv_sharing_target_layer_name is not None,
+                dcp_size=self.shard.size,
+            )
+            function = versions.flash_attention_3() if reason is None else None
+            if function is not None:
+                return versions.flash_attention(function)
+            if prefill == "flash":
+                raise ValueError(
+                    "prefill=flash: FlashAttention 3 cannot attend this model's prefills: "
+                    f"{reason or 'this vLLM has none for this device'}; use prefill=auto or paged"
+                )
+            return None
 
         def shape_for(self, q_dtype: torch.dtype) -> LayerShape:
             return LayerShape(
@@ -290,6 +328,10 @@ def classes() -> types.SimpleNamespace:
             if self.shard.size > 1:
                 self.exchange = exchange_of(self.reducer, self.shape, self.max_tokens, device)
             self.lse = scratch_lse(self.max_tokens, self.num_heads, device)
+            self.pair = None
+            if self.apart:
+                sizes = (self.max_tokens, self.num_heads, self.head_size)
+                self.pair = scratch_pair(*sizes, act_dtype, device)
             if self.sinks is not None:
                 sinks = self.sinks.detach().to(torch.float32)
                 if self.shard.size > 1:
@@ -360,6 +402,10 @@ def classes() -> types.SimpleNamespace:
                 sinks=self.all_sinks,
                 k_scale=k_scale,
                 v_scale=v_scale,
+                key=key,
+                value=value,
+                pair=self.pair,
+                flash=self.flash,
             )
             return output
 

@@ -13,6 +13,7 @@ VALUES = {
     "attention_path": ("paged", "gather"),
     "gather": ("published", "per_token", "per_page"),
     "reducer": ("auto", "ag_rs", "a2a", "direct"),
+    "prefill": ("auto", "flash", "paged"),
     "rocm_full_graph_gate": ("off", "a2a", "all"),
 }
 SECTION = "dcp_lab"
@@ -32,6 +33,9 @@ class Options:
         gather: How 'gather' copies: 'published' (study 1's: the host waits for the device in every
             layer), 'per_token' or 'per_page'.
         reducer: 'ag_rs', 'a2a' or 'direct'; 'auto' is what --dcp-comm-backend says.
+        prefill: What attends prefills: 'flash' is vLLM's FlashAttention 3, on the pages, and
+            refuses what that cannot take; 'paged' is the lab's kernel; 'auto' is 'flash' where it
+            is there and takes the layer, else 'paged'.
         rocm_full_graph_gate: Where vLLM lowers full graphs to PIECEWISE because of DCP on ROCm:
             'off' leaves that, 'a2a' keeps full graphs for the a2a exchange, 'all' for every one
             (unsafe: nobody has shown that ag_rs may be captured on ROCm).
@@ -40,6 +44,7 @@ class Options:
     attention_path: str = VALUES["attention_path"][0]
     gather: str = VALUES["gather"][0]
     reducer: str = VALUES["reducer"][0]
+    prefill: str = VALUES["prefill"][0]
     rocm_full_graph_gate: str = VALUES["rocm_full_graph_gate"][0]
 
     @property

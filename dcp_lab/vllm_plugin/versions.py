@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dcp_lab.ops.checks import fail
+from dcp_lab.state import AttnState
 
 
 def kv_cache_shape(
@@ -87,3 +89,132 @@ def decode_split(common: Any, decode_query_len: int) -> tuple[int, int]:
         common, decode_threshold=decode_query_len
     )
     return num_decodes, num_decode_tokens
+
+
+def prefill_context(common: Any, num_decodes: int) -> bool:
+    """Return whether a prefill of this batch may have tokens from before it; no sync.
+
+    vLLM's bound of the lengths on the host is exact for prefills.
+    """
+    bound = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if bound is None:
+        return True
+    queries = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+    return bool((bound[: common.num_reqs] > queries)[num_decodes:].any())
+
+
+def flash_attention_3() -> Callable[..., Any] | None:
+    """Return vLLM's flash_attn_varlen_func where it has FlashAttention 3 for this GPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    try:
+        from vllm.v1.attention.backends.fa_utils import (
+            flash_attn_varlen_func,
+            get_flash_attn_version,
+        )
+    except ImportError:
+        return None
+    return flash_attn_varlen_func if get_flash_attn_version() == 3 else None
+
+
+def why_no_flash(
+    *,
+    head_dim: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    sliding_window: int | None,
+    sinks: bool,
+    shares_cache: bool,
+    dcp_size: int,
+) -> str | None:
+    """Return why FlashAttention 3 cannot attend this layer's prefills, None when it can."""
+    if q_dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {q_dtype}"
+    if kv_dtype != q_dtype:
+        return f"the cache is {kv_dtype}, the queries are {q_dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"it takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+    if sinks:
+        return "the layer has sinks"
+    if shares_cache and dcp_size > 1:
+        return "the layer reads another one's cache and has no keys of its own"
+    if sliding_window is not None and dcp_size > 1:
+        return "the layer has a sliding window, whose keys are dealt out over the DCP ranks"
+    return None
+
+
+def flash_attention(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return what attend calls: FlashAttention on pages or on the step's own keys, into a state.
+
+    Args:
+        function: vLLM's flash_attn_varlen_func.
+    """
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        state: AttnState,
+        *,
+        query_start_loc: torch.Tensor,
+        max_query_len: int,
+        softmax_scale: float,
+        softcap: float | None,
+        sliding_window: int | None,
+        seq_lens: torch.Tensor | None = None,
+        max_seq_len: int = 0,
+        block_table: torch.Tensor | None = None,
+        causal: bool = True,
+    ) -> None:
+        """Write state.out [T, H, D], and state.lse fp32 [T, H], natural log, unless it is None.
+
+        k and v are pages [P, page, Hkv, D] with block_table and seq_lens, or [T, Hkv, D] without.
+        The mask, where causal, ends at each request's last key.
+        """
+        keys: dict[str, Any]
+        if block_table is None:
+            keys = {"cu_seqlens_k": query_start_loc, "max_seqlen_k": max_query_len}
+        else:
+            keys = {
+                "seqused_k": seq_lens,
+                "max_seqlen_k": max_seq_len,
+                "block_table": block_table,
+            }
+        window = [-1, -1] if sliding_window is None else [sliding_window - 1, 0]
+        found = function(
+            q=q,
+            k=aligned(k),
+            v=aligned(v),
+            out=state.out,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_q=max_query_len,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window,
+            softcap=softcap or 0.0,
+            return_softmax_lse=state.lse is not None,
+            fa_version=3,
+            **keys,
+        )
+        if state.lse is not None:
+            # [H, T], and +inf where some of its releases saw no key.
+            state.lse.copy_(found[1].T)
+            state.lse.masked_fill_(state.lse == torch.inf, -torch.inf)
+
+    return attend
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the strides that a dense one would have where a dimension is 1.
+
+    FlashAttention 3 loads by TMA, which refuses a stride of less than 16 bytes even there.
+    """
+    strides = list(tensor.stride())
+    for dim in reversed(range(tensor.dim() - 1)):
+        if tensor.shape[dim] == 1:
+            strides[dim] = strides[dim + 1] * tensor.shape[dim + 1]
+    if strides == list(tensor.stride()):
+        return tensor
+    return tensor.as_strided(tensor.shape, strides)
