@@ -7,7 +7,14 @@ import json
 import pytest
 import torch
 
-from dcp_lab.serving import STUDY1_TWO_GPUS, TINY, ModelShape, write_model_folder
+from dcp_lab.serving import (
+    LATENT_TWO_GPUS,
+    STUDY1_TWO_GPUS,
+    TINY,
+    ModelShape,
+    write_latent_folder,
+    write_model_folder,
+)
 from dcp_lab.serving.model_folder import VOCAB_SIZE, encode
 
 
@@ -87,3 +94,17 @@ def test_a_bad_shape_is_refused(changes, message):
     """A shape that cannot be served names its field."""
     with pytest.raises(ValueError, match=message):
         ModelShape(**changes)
+
+
+def test_a_latent_folder_has_latent_attention_and_no_experts(tmp_path):
+    """An MLA model without weights; its cache is one head of latent and rotated key."""
+    folder = write_latent_folder(tmp_path / "latent")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == LATENT_TWO_GPUS.head_dim == 576
+    assert config["n_routed_experts"] == 0
+    assert config["first_k_dense_replace"] == config["num_hidden_layers"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]

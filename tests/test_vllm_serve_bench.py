@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import types
@@ -261,6 +262,7 @@ class Bench:
         self.wall_s = 100.0
         self.now = 0.0
         self.limits: list[float] = []
+        self.greedy = [{"tokens": [1, 2], "logprobs": [[-1.0, -2.0]] * 2}]
         monkeypatch.setenv("DCP_LAB_GIT_COMMIT", "0" * 40)
         monkeypatch.setattr(serve, "run_row", self.run_row)
         monkeypatch.setattr(serve.time, "monotonic", lambda: self.now)
@@ -271,8 +273,8 @@ class Bench:
         self.limits.append(limit_s)
         self.now += min(limit_s, self.wall_s)
         log.write_text("INFO Graph capturing finished in 7 secs, took 1.25 GiB\n")
-        request = {"tokens": [1, 2], "logprobs": [[-1.0, -2.0]] * 2}
-        return [*found_of(6.0, self.contexts), {"greedy": [request]}]
+        greedy = [{"greedy": self.greedy}] if self.greedy else []
+        return [*found_of(6.0, self.contexts), *greedy]
 
     def main(self, *arguments: str) -> int:
         where = ["--csv", str(self.csv), "--cache", str(self.folder / "cache")]
@@ -318,6 +320,19 @@ def test_no_engine_starts_that_cannot_end(bench: Bench, capsys: pytest.CaptureFi
     assert bench.limits == [350 - 15, 250 - 15, 150 - 15]
     assert "ours_a2a_full: not started, 50 s are left" in capsys.readouterr().out
     assert fits(20.0, []) and not fits(10.0, []) and not fits(120.0, [100.0])
+
+
+def test_study_2s_rows_are_of_a_latent_model(bench: Bench):
+    """MLA with vLLM's own layers: dummy weights, no tokens to compare, graphs the only change."""
+    full, piecewise = ROWS["mla_a2a_full"], ROWS["mla_a2a_piecewise"]
+    assert dataclasses.replace(full, mode=piecewise.mode) == piecewise
+    bench.greedy = []
+    assert bench.main("--rows", "none_full,mla_a2a_full", "--layers", "94") == 0
+    table = bench.table().drop_duplicates("row").set_index("row")
+    assert table.loc["mla_a2a_full", "head_dim"] == 576
+    assert table.num_layers.tolist() == [94, 61]
+    assert table.weights.tolist() == ["spread", "dummy"]
+    assert {path.name for path in (bench.folder / "cache").iterdir()} >= {"model_94", "latent_61"}
 
 
 def test_a_run_without_a_commit_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch):

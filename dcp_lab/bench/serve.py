@@ -7,7 +7,8 @@
 
 The model has study 1's attention per rank: 8 query heads on 1 KV head of 128, 16 requests; its
 weights are random and spread, the same in every engine, so that wrong attention shows in the
-tokens. Each engine is a process group of its own, bounded by --limit and gone afterwards. What it
+tokens. The last two rows are study 2's question, an MLA model with vLLM's own layers and dummy
+weights. Each engine is a process group of its own, bounded by --limit and gone afterwards. What it
 had measured is written when it ends, however it ends: a row a sample, schema dcp_lab.bench.record
 ENGINE, and its tokens as JSON lines beside that. Rows are held against each other only within one
 run, and only when their settings and their machine are the same.
@@ -49,6 +50,7 @@ class Row:
         mode: cudagraph_mode.
         comm: --dcp-comm-backend.
         options: The lab's own.
+        latent: Whether the model is the one with latent attention.
     """
 
     dcp: int
@@ -56,6 +58,7 @@ class Row:
     mode: str
     comm: str = "a2a"
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    latent: bool = False
 
 
 FULL, PIECEWISE = "FULL_AND_PIECEWISE", "PIECEWISE"
@@ -71,6 +74,8 @@ ROWS = {
     "none_piecewise": Row(1, "FLASH_ATTN", PIECEWISE),
     "fa_a2a_piecewise": Row(2, "FLASH_ATTN", PIECEWISE),
     "ours_a2a_piecewise": Row(2, "CUSTOM", PIECEWISE),
+    "mla_a2a_full": Row(2, "TRITON_MLA", FULL, latent=True),
+    "mla_a2a_piecewise": Row(2, "TRITON_MLA", PIECEWISE, latent=True),
 }
 
 # (row, row it is held against, metric, at most so many times as much, at which contexts).
@@ -401,7 +406,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=None, help="for the whole run; default: no bound"
     )
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="most, of each model")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="windows a context")
     parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization")
@@ -416,6 +421,40 @@ def _parser() -> argparse.ArgumentParser:
         "--own-code", action="store_true", help="each configuration compiles its own code"
     )
     return parser
+
+
+def model_of(row: Row, layers: int, cache: Path) -> dict[str, Any]:
+    """Return what an engine is told of its model, whose folder is written.
+
+    Args:
+        row: The configuration.
+        layers: Of the model; one with latent attention has no more than its own.
+        cache: Where the folder lies: the same path in every run, which the compiled code goes by.
+    """
+    from dcp_lab.serving.model_folder import (
+        LATENT_TWO_GPUS,
+        STUDY1_TWO_GPUS,
+        write_latent_folder,
+        write_model_folder,
+    )
+
+    if row.latent:
+        layers = min(layers, LATENT_TWO_GPUS.num_layers)
+        shape = dataclasses.replace(LATENT_TWO_GPUS, num_layers=layers)
+        folder = write_latent_folder(cache / f"latent_{layers}", shape)
+    else:
+        shape = dataclasses.replace(STUDY1_TWO_GPUS, num_layers=layers)
+        folder = write_model_folder(cache / f"model_{layers}", shape, random_weights=False)
+    kind = "DeepSeek-V2" if row.latent else "Qwen3"
+    return {
+        "model": str(folder),
+        "model_name": f"dummy {kind} dense MLP hidden {shape.hidden_size} "
+        f"intermediate {shape.intermediate_size}",
+        **{key: getattr(shape, key) for key in SHAPE},
+        "vocabulary": shape.vocab_size,
+        # Those of latent attention are folded into others while they are loaded.
+        "weights": "dummy" if row.latent else "spread",
+    }
 
 
 def fits(left_s: float, taken: Sequence[float]) -> bool:
@@ -441,20 +480,11 @@ def main(arguments: list[str] | None = None) -> int:
     logs = given.logs or given.cache / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 
-    from dcp_lab.serving.model_folder import STUDY1_TWO_GPUS, write_model_folder
-
-    shape = dataclasses.replace(STUDY1_TWO_GPUS, num_layers=given.layers)
-    model = write_model_folder(given.cache / f"model_{given.layers}", shape, random_weights=False)
     contexts = [int(context) for context in given.contexts.split(",")]
     longest = max(*contexts, COMPARED_CONTEXT)
     room = token_capacity(given.requests, longest, given.repeats, BATCHED_TOKENS)
     shared = {
-        "model": str(model),
-        "model_name": f"dummy Qwen3 dense MLP hidden {shape.hidden_size} "
-        f"intermediate {shape.intermediate_size}",
-        **{key: getattr(shape, key) for key in SHAPE},
         "tp": 2,
-        "vocabulary": shape.vocab_size,
         "requests": given.requests,
         "repeats": given.repeats,
         "memory": given.memory,
@@ -464,7 +494,6 @@ def main(arguments: list[str] | None = None) -> int:
         "batched_tokens": BATCHED_TOKENS,
         "max_model_len": longest + room,
         "capture_sizes": [size for size in CAPTURE_SIZES if size <= given.requests],
-        "weights": "spread",
         "share_compiled": not given.own_code,
     }
     run, begun = str(source["date_utc"]), time.monotonic()
@@ -480,7 +509,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name}: not started, {left:.0f} s are left", flush=True)
                 failed += 1
                 continue
-        wanted = {**shared, **dataclasses.asdict(ROWS[name])}
+        model = model_of(ROWS[name], given.layers, given.cache)
+        wanted = {**shared, **model, **dataclasses.asdict(ROWS[name])}
         log = logs / f"{csv.stem}.{name}.log"
         print(f"{name}: {ROWS[name]}", flush=True)
         started = time.monotonic()

@@ -116,6 +116,65 @@ STUDY1_TWO_GPUS = ModelShape(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """The sizes of a dense decoder model with latent attention (MLA), for dummy weights.
+
+    Attributes:
+        hidden_size, intermediate_size, num_layers, num_q_heads, vocab_size,
+        max_position_embeddings, rope_theta, dtype: As of ModelShape.
+        latent_dim: Elements of the latent that the cache holds of a token.
+        rope_dim: Elements of the rotated key beside it.
+        nope_dim: Elements of a query and key that are not rotated.
+        value_dim: Elements of a value.
+    """
+
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_layers: int = 61
+    num_q_heads: int = 32
+    latent_dim: int = 512
+    rope_dim: int = 64
+    nope_dim: int = 128
+    value_dim: int = 128
+    vocab_size: int = 32000
+    max_position_embeddings: int = 40960
+    rope_theta: float = 10000.0
+    dtype: str = "bfloat16"
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the cache: the latent is one."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of the cache a token and layer."""
+        return self.latent_dim + self.rope_dim
+
+
+# 16 query heads a rank on two GPUs, as many layers as DeepSeek-V3 and Kimi-K2 have.
+LATENT_TWO_GPUS = LatentShape()
+
+
+def write_latent_folder(
+    folder: str | os.PathLike[str], shape: LatentShape = LATENT_TWO_GPUS
+) -> Path:
+    """Write a folder that vLLM takes as an MLA model with `load_format="dummy"`.
+
+    Args:
+        folder: Made if it is missing; files of an earlier call are replaced.
+        shape: The model's sizes.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_texts(folder, shape, _latent_config(shape))
+    return folder
+
+
 def write_model_folder(
     folder: str | os.PathLike[str],
     shape: ModelShape = TINY,
@@ -159,15 +218,19 @@ def write_model_folder(
         tensors = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
         with _beside(path) as part:
             torch.save(tensors, part)
+    _write_texts(folder, shape, _config(shape))
+    return folder
+
+
+def _write_texts(folder: Path, shape: ModelShape | LatentShape, config: Mapping[str, Any]) -> None:
     for name, content in (
         ("tokenizer.json", _tokenizer()),
         ("tokenizer_config.json", _tokenizer_config(shape)),
         # Last: a folder counts as a model once it has one.
-        ("config.json", _config(shape)),
+        ("config.json", config),
     ):
         with _beside(folder / name) as part:
             part.write_text(json.dumps(content, indent=1) + "\n")
-    return folder
 
 
 def make_random_weights(shape: ModelShape, seed: int = 0) -> dict[str, Any]:
@@ -254,6 +317,38 @@ def _config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def _latent_config(shape: LatentShape) -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_q_heads,
+        "num_key_value_heads": shape.num_q_heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": shape.latent_dim,
+        "qk_rope_head_dim": shape.rope_dim,
+        "qk_nope_head_dim": shape.nope_dim,
+        "v_head_dim": shape.value_dim,
+        # No layer has experts.
+        "n_routed_experts": 0,
+        "first_k_dense_replace": shape.num_layers,
+        "moe_layer_freq": 1,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "torch_dtype": shape.dtype,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+
+
 def _tokenizer() -> dict[str, Any]:
     # Byte-level BPE writes a space as this letter.
     letters = ["\u0120" if character == " " else character for character in CHARACTERS]
@@ -299,7 +394,7 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-def _tokenizer_config(shape: ModelShape) -> dict[str, Any]:
+def _tokenizer_config(shape: ModelShape | LatentShape) -> dict[str, Any]:
     bos, eos, pad, unk = SPECIAL
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -199,9 +199,8 @@ def flash_attention(function: Callable[..., Any]) -> Callable[..., None]:
             **keys,
         )
         if state.lse is not None:
-            # [H, T], and +inf where some of its releases saw no key.
+            # [H, T]. Where it saw no key it may say +inf, which every merge takes for no key.
             state.lse.copy_(found[1].T)
-            state.lse.masked_fill_(state.lse == torch.inf, -torch.inf)
 
     return attend
 
