@@ -173,33 +173,59 @@ def metadata(table: torch.Tensor, local: torch.Tensor | None) -> Any:
 
 
 class OneRank:
-    """An exchange that gives the queries of all ranks and keeps what would be reduced."""
+    """An exchange that gives the queries of all ranks and merges with the other ranks' states.
 
-    def __init__(self, q: torch.Tensor) -> None:
-        from dcp_lab.state import AttnState
+    Args:
+        q: Of all ranks, [T, Hq, D].
+        rank: This one.
+        others: What each other rank handed in, a state a reduce; empty: nothing is merged.
+    """
 
-        self.q = q
-        self.kept = AttnState(torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan))
+    def __init__(self, q: torch.Tensor, rank: int, others: list[list[Any]]) -> None:
+        self.q, self.rank, self.others, self.kept = q, rank, others, []
 
     def check(self) -> None:
         pass
 
+    def mine(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
+        return rows[:, self.rank * heads : (self.rank + 1) * heads]
+
     def gather(self, q: torch.Tensor) -> torch.Tensor:
-        assert len(q) == len(self.q)
-        return self.q
+        for start in range(len(self.q) - len(q) + 1):
+            rows = self.q[start : start + len(q)]
+            if torch.equal(self.mine(rows, q.shape[1]), q):
+                return rows
+        raise AssertionError("queries of no rank's step")
 
     def state(self, num_tokens: int) -> Any:
-        assert num_tokens == len(self.q)
-        return self.kept
+        from dcp_lab.state import AttnState
 
-    def reduce(self, state: Any, output: torch.Tensor) -> None:
-        self.kept = state
+        out = torch.full((num_tokens, *self.q.shape[1:]), torch.nan)
+        return AttnState(out, torch.full(out.shape[:2], torch.nan))
+
+    def reduce(self, state: Any, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        from dcp_lab.ops.merge import merge_states
+
+        self.kept.append(type(state)(*(part.clone() for part in state)))
+        if not self.others:
+            return
+        states = [state, *(other[len(self.kept) - 1] for other in self.others)]
+        merged = merge_states(*(torch.stack(parts) for parts in zip(*states, strict=True)))
+        output.copy_(self.mine(merged.out, output.shape[1]))
+        if lse is not None:
+            lse.copy_(self.mine(merged.lse, lse.shape[1]))
 
 
 def run_rank(
-    rank: int, size: int, interleave: int, window: int | None, gather: str | None, inputs: Any
-) -> Any:
-    """Return one rank's state over all heads, written, planned and attended by the plugin."""
+    rank: int,
+    size: int,
+    interleave: int,
+    window: int | None,
+    gather: str | None,
+    inputs: Any,
+    others: list[list[Any]],
+) -> tuple[torch.Tensor, list[Any]]:
+    """Return one rank's output and states, written, planned and attended by the plugin."""
     from dcp_lab.sharding import Shard
     from dcp_lab.vllm_plugin import versions
     from dcp_lab.vllm_plugin.backend import classes
@@ -220,7 +246,7 @@ def run_rank(
         impl.shard = Shard(0, 1)
         impl.process_weights_after_loading(torch.float32)
     impl.shard = shard
-    exchange = OneRank(q)
+    exchange = OneRank(q, rank, others)
     impl.exchange = exchange if size > 1 else None
     layer = types.SimpleNamespace(impl=impl)
     config.compilation_config.static_forward_context["layer"] = layer
@@ -239,8 +265,13 @@ def run_rank(
     first = rank * HEADS // size
     output = torch.full((len(q) + 3, HEADS // size, HEAD_DIM), torch.nan)
     own = q[:, first : first + HEADS // size]
-    impl.forward(layer, torch.cat([own, own[:3]]), None, None, cache, step, output)
-    return exchange.kept if size > 1 else output[: len(q)]
+    new = [
+        torch.cat([rows[-count:] for rows, count in zip(kept, QUERY_LENS, strict=True)])
+        for kept in (keys, values)
+    ]
+    impl.forward(layer, torch.cat([own, own[:3]]), *new, cache, step, output)
+    assert output[len(q) :].isnan().all()
+    return output[: len(q)], exchange.kept
 
 
 def expected(inputs: Any, window: int | None) -> torch.Tensor:
@@ -270,8 +301,6 @@ def random_inputs() -> Any:
 
 def check_a_mixed_batch_is_right() -> None:
     """Built and attended as this vLLM hands it over, over 1 and 2 ranks, with a window and not."""
-    from dcp_lab.ops.merge import merge_states
-
     inputs = random_inputs()
     for size, interleave, window, gather in (
         (1, 1, None, None),
@@ -281,12 +310,12 @@ def check_a_mixed_batch_is_right() -> None:
         (2, 1, None, "published"),
         (2, 16, None, "per_page"),
     ):
-        ranks = range(size)
-        states = [run_rank(rank, size, interleave, window, gather, inputs) for rank in ranks]
-        out = states[0]
-        if size > 1:
-            outs, lses = (torch.stack(parts) for parts in zip(*states, strict=True))
-            out = merge_states(outs, lses).out
+        case = (size, interleave, window, gather, inputs)
+        states = [run_rank(rank, *case, [])[1] for rank in range(size)]
+        outs = [
+            run_rank(rank, *case, states[:rank] + states[rank + 1 :])[0] for rank in range(size)
+        ]
+        out = torch.cat(outs, dim=1)
         error = (out.double() - expected(inputs, window)).abs().max().item()
         assert error < 1e-5, (size, interleave, window, gather, error)
 
