@@ -8,12 +8,14 @@ import itertools
 import numpy as np
 import pytest
 
-from dcp_lab.bench import costs
+from dcp_lab.analysis import tables
+from dcp_lab.bench import costs, stack
 from dcp_lab.bench.costs import StepCase, StepConstants, Work, timeline
 
 # Another machine than the one a fit starts from.
 TRUTH = StepConstants(
     launch_us=45.0,
+    op_us=300.0,
     collective_launch_us=60.0,
     graph_launch_us=9.0,
     sync_us=25.0,
@@ -101,12 +103,56 @@ def test_the_two_facts_a_model_must_explain() -> None:
 def test_calls_of_a_layer() -> None:
     """The stack's parts: 11 calls with the published path, one of them a wait; 3 without."""
     case = StepCase("piecewise", "published", "ag_rs", 94, KV, 1.0)
-    kinds = [kind for kind, _ in costs.layer_calls(case)]
+    kinds = [call.kind for call in costs.layer_calls(case)]
     assert (len(kinds), kinds.count("collective"), kinds.count("sync")) == (11, 3, 1)
     alone = dataclasses.replace(case, attention="paged", reducer=None)
     assert len(costs.layer_calls(alone)) == 3
     full = dataclasses.replace(case, attention="paged", mode="full")
     assert sum(work.host_us for work in costs.step_work(full, TRUTH)) == 0
+
+
+def test_what_the_host_pays_in_a_layer() -> None:
+    """A kernel that comes with a call costs no host time; a call that plans anew costs op_us."""
+
+    def host_us(attention: str, reducer: str | None, delay: float = 0.0) -> float:
+        case = StepCase(
+            "piecewise", attention, reducer, 94, KV, 1.0, launch_delay_us=delay
+        )  # fmt: skip
+        return sum(work.host_us for work in costs.step_work(case, TRUTH))
+
+    # The graph, write_kv and the attention, whose merge comes with it.
+    assert host_us("paged", None) == 9 + 2 * 45
+    # Both of direct's exchanges are launches; ag_rs has three collectives and two kernels more.
+    assert host_us("paged", "direct") == 9 + 4 * 45
+    assert host_us("paged", "ag_rs") == 9 + 4 * 45 + 3 * 60
+    assert host_us("per_token", "ag_rs") == host_us("paged", "ag_rs") - 45 + 300
+    # The new token is attended apart and merged: two launches more.
+    assert host_us("published_no_sync", "ag_rs") == host_us("per_token", "ag_rs") + 2 * 45
+    assert host_us("published", "ag_rs") == host_us("published_no_sync", "ag_rs") + 25
+    # A delay is added to every kernel, those that come with a call too, and to the graph.
+    assert host_us("paged", "ag_rs", 10.0) == host_us("paged", "ag_rs") + 9 * 10
+
+
+def test_the_calls_are_those_that_were_launched() -> None:
+    """As many kernels and copies as the profiler saw two H200s launch, and the plan."""
+    table = tables.measured("stack_h200x2")
+    for row in table[table["mode"] == "piecewise"].to_dict("records"):
+        calls = costs.layer_calls(stack.step_case(row))
+        launched = row["kernel_launches"] + row["copies"]
+        assert launched == row["num_layers"] * len(calls) + 1, row["attention"]
+
+
+def test_only_per_token_copies_at_its_own_rate() -> None:
+    """Whole pages are copied at the memory's rate; the attention over a copy reads at it too."""
+
+    def gpu_us(attention: str) -> float:
+        case = StepCase("full", attention, None, 94, KV, 1.0)
+        return sum(work.gpu_us for work in costs.step_work(case, TRUTH))
+
+    per_page = gpu_us("paged") + 2 + costs.floor_us(2 * KV, 3000)
+    assert gpu_us("per_page") == pytest.approx(per_page)
+    slower = costs.floor_us(2 * KV, 900) - costs.floor_us(2 * KV, 3000)
+    assert gpu_us("per_token") == pytest.approx(per_page + slower)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])

@@ -1,9 +1,9 @@
 """What a decode step would take on another machine, model, group or graph mode: the cost model.
 
 All of it is modelled: dcp_lab.bench.costs.predict_step, with bytes from public model
-configurations and bandwidths from dcp_lab.bench.hardware. Launch and kernel times are an H200's
-orders of magnitude unless they are given; no public figure was found for an MI3xx, so ask how the
-answer moves with them.
+configurations and bandwidths from dcp_lab.bench.hardware. Times of launches, kernels and
+exchanges are two H200s', fitted to whole steps (verdict_fit); no public figure was found for an
+MI3xx, so ask how the answer moves with them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 
 import pandas as pd
 
+from dcp_lab.analysis import verdict_fit
 from dcp_lab.bench import costs
 from dcp_lab.bench.hardware import H200, MI300X, MI355X, Accelerator
 
@@ -97,8 +98,8 @@ class Question:
         dcp: Of them, how many share each request's KV: 1 is without DCP.
         requests: Requests decoded together, a token each.
         context_tokens: Cached tokens of a request.
-        launch_us: Host time of a kernel launch. A collective's takes 1.5 and a graph's 0.75 of it,
-            as in costs.START.
+        launch_us: Host time of a kernel launch. The host's other calls take as many times as long
+            as on the H200s' host. Default: what was fitted there.
         reducer: One of REDUCERS; without DCP there is none.
         mode: One of MODES.
         attention: One of ATTENTIONS: paged reads the pages in place, the others gather first.
@@ -115,13 +116,15 @@ class Question:
     dcp: int = 2
     requests: int = 16
     context_tokens: int = 2500
-    launch_us: float = costs.START.launch_us
+    launch_us: float | None = None
     reducer: str = "a2a"
     mode: str = "piecewise"
     attention: str = "paged"
     kv_itemsize: int = 2
 
     def __post_init__(self) -> None:
+        if self.launch_us is None:
+            object.__setattr__(self, "launch_us", verdict_fit.h200().constants.launch_us)
         for name, allowed in (
             ("machine", MACHINES),
             ("model", MODELS),
@@ -172,26 +175,53 @@ class Answer:
     kv_gb: float
 
 
-def constants_of(machine: str, launch_us: float = costs.START.launch_us) -> costs.StepConstants:
+# A gather and its attention as a serving engine calls them: two operations of a library. This
+# lab's own checks and plans in every call, which costs many times as much (StepConstants.op_us).
+LIBRARY_CALLS = 2
+
+
+def paced(constants: costs.StepConstants, pace: float) -> costs.StepConstants:
+    """Return constants of a host whose every call takes pace times as long."""
+    host = {name: pace * getattr(constants, name) for name in costs.HOST_CONSTANTS}
+    return dataclasses.replace(constants, **host)
+
+
+def constants_of(
+    machine: str,
+    launch_us: float | None = None,
+    *,
+    fitted: costs.StepConstants | None = None,
+    library: bool = True,
+) -> costs.StepConstants:
     """Return the constants assumed of a machine.
 
-    costs.START, with the host's three launch costs scaled to launch_us, and the machine's memory
-    at its best measured or published figure, the gathers' rate in proportion. The published
-    path's rate is an H200's by compute units, not by memory: they share its loop out.
+    Fitted to two H200s. Its memory reaches the share of its best measured or published figure that
+    the H200's reached; the published path's rate is scaled by compute units, not by memory: they
+    share its loop out. What a kernel and an exchange cost besides their bytes stays an H200's.
+
+    Args:
+        machine: One of MACHINES.
+        launch_us: Host time of a launch; the host's other constants are scaled with it. Default:
+            the H200s' host.
+        fitted: Of two H200s. Default: verdict_fit.h200().
+        library: Whether a gather is LIBRARY_CALLS launches; else as this lab calls it.
     """
-    accelerator: Accelerator = MACHINES[machine]
-    seen = [figure.gbps for figure in accelerator.memory if figure.kind != "vendor"]
-    start = costs.START
-    host, memory = launch_us / start.launch_us, max(seen) / start.memory_gbps
+    fitted = fitted or verdict_fit.h200().constants
+    best = {name: _best_gbps(accelerator) for name, accelerator in MACHINES.items()}
+    memory = best[machine] / best["H200"]
+    units = MACHINES[machine].compute_units / H200.compute_units
+    found = paced(fitted, 1.0 if launch_us is None else launch_us / fitted.launch_us)
     return dataclasses.replace(
-        start,
-        launch_us=launch_us,
-        collective_launch_us=start.collective_launch_us * host,
-        graph_launch_us=start.graph_launch_us * host,
-        memory_gbps=max(seen),
-        published_gbps=start.published_gbps * accelerator.compute_units / H200.compute_units,
-        gather_gbps=start.gather_gbps * memory,
+        found,
+        op_us=LIBRARY_CALLS * found.launch_us if library else found.op_us,
+        memory_gbps=fitted.memory_gbps * memory,
+        published_gbps=fitted.published_gbps * units,
+        gather_gbps=fitted.gather_gbps * memory,
     )
+
+
+def _best_gbps(accelerator: Accelerator) -> float:
+    return max(figure.gbps for figure in accelerator.memory if figure.kind != "vendor")
 
 
 def case_of(question: Question) -> costs.StepCase:
@@ -240,8 +270,10 @@ def answer(question: Question, constants: costs.StepConstants | None = None) -> 
         "collective": "exchange",
         "direct": "exchange",
     }
-    for (kind, _), call in zip(calls, between, strict=True):
-        layer_us[part_of[kind]] += call.gpu_us
+    for call, done in zip(calls, between, strict=True):
+        # Pages are copied by a kernel as fast as any; only a gather plans anew in every call.
+        part = "gather" if call.host == "op" else part_of[call.kind]
+        layer_us[part] += done.gpu_us
     parts = {name: case.layers * us / 1e3 for name, us in layer_us.items()}
     parts["once a step"] = constants.kernel_us / 1e3
     parts["waits"] = timeline.idle_us / 1e3

@@ -19,6 +19,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -384,21 +385,25 @@ class StepConstants:
     """What a machine's launches, kernels and exchanges cost; all but the bandwidths in us.
 
     Attributes:
-        launch_us: Host time of a kernel launched from Python, its checks included.
-        collective_launch_us: The same of a collective.
+        launch_us: Host time of a torch operation, or of a call of this lab's that was made before
+            (BoundCalls). Further kernels of one call come with it.
+        op_us: Host time of an operation that checks and plans anew in every call: here a gather
+            with its attention. A library's compiled operation takes about launch_us.
+        collective_launch_us: Host time of a collective.
         graph_launch_us: Host time of launching one graph.
         sync_us: Host time of a wait for the device, the wait itself not counted.
         kernel_us: GPU time of a small kernel, and of a large one besides its bytes.
         collective_us: GPU time of a collective of decode size, all ranks there.
         direct_us: The same of an exchange through peer memory.
-        memory_gbps: GB/s at which weights and pages are read.
+        memory_gbps: GB/s at which weights and pages are read, and whole pages copied.
         published_gbps: GB/s of the published gather and the prefill attention behind it: read and
             write of the copy and the attention's read. (They never come apart, so steps cannot
             tell the rates of the two kernels.)
-        gather_gbps: The same of the other gathers, with a split attention.
+        gather_gbps: GB/s at which the per_token gather copies.
     """
 
     launch_us: float
+    op_us: float
     collective_launch_us: float
     graph_launch_us: float
     sync_us: float
@@ -410,12 +415,17 @@ class StepConstants:
     gather_gbps: float
 
 
+# Whatever a slower or faster host scales.
+HOST_CONSTANTS = ("launch_us", "op_us", "collective_launch_us", "graph_launch_us", "sync_us")
+
 # Where a fit starts: orders of magnitude, not results. The published path's rate is an H200's: 94
 # layers at 16 x 2,500 in a full graph keep its GPU busy for 43.8 ms, paged for 5.7, and move 61.4
 # MB a layer (data/measured/stack_h200.csv). Its copy is a loop of one program a compute unit, so
-# the rate says nothing of the memory.
+# the rate says nothing of the memory. per_token's is an H200's too: at 16 x 2,048 its copy takes
+# 18.0 us longer than whole pages do (data/measured/decode_h200_split_gather.csv).
 START = StepConstants(
     launch_us=20.0,
+    op_us=100.0,
     collective_launch_us=30.0,
     graph_launch_us=15.0,
     sync_us=10.0,
@@ -424,7 +434,7 @@ START = StepConstants(
     direct_us=4.0,
     memory_gbps=4000.0,
     published_gbps=151.0,
-    gather_gbps=1500.0,
+    gather_gbps=1300.0,
 )
 
 
@@ -457,40 +467,53 @@ class StepCase:
     launch_delay_us: float = 0.0
 
 
-def layer_calls(case: StepCase) -> list[tuple[str, float]]:
-    """Return what lies between two dense pieces, in order: (kind, bytes).
+class Call(NamedTuple):
+    """One kernel of a layer: what the GPU does for it and what the host does.
 
-    Kinds: "kernel", "published" and "gather" (a gather and the attention over what it gathered),
-    "collective", "direct", "sync". The calls are those of dcp_lab.stack.
+    Attributes:
+        kind: On the GPU: "kernel", "published" (the published gather and the attention behind
+            it), "gather" (the per_token copy), "collective", "direct" or "sync".
+        moved: Its bytes, where they count.
+        host: "launch", "op", "op and sync", "collective", or "with" where the call before
+            launches it too.
     """
+
+    kind: str
+    moved: float = 0.0
+    host: str = "launch"
+
+
+def layer_calls(case: StepCase) -> list[Call]:
+    """Return what lies between two dense pieces, in order: the calls of dcp_lab.stack."""
     kv = case.kv_bytes
-    calls = [("kernel", 0.0)]  # write_kv
+    small, more = Call("kernel"), Call("kernel", host="with")
+    collective, direct = Call("collective", host="collective"), Call("direct")
+    # write_kv.
+    calls = [small]
     if case.reducer is not None:
         gather = case.query_gather or ("direct" if case.reducer == "direct" else "nccl")
-        calls += (
-            [("direct", 0.0)] if gather == "direct" else [("collective", 0.0), ("kernel", 0.0)]
-        )
+        calls += [direct] if gather == "direct" else [collective, small]
     if case.attention == "paged":
         # The attention, and the merge of its splits.
-        calls += [("kernel", kv), ("kernel", 0.0)]
+        calls += [Call("kernel", kv), more]
+    elif case.attention.startswith("published"):
+        # It checks and plans, waits for the total, and only then launches its copy.
+        waits = case.attention == "published"
+        calls += [Call("sync", host="op and sync")] if waits else []
+        calls += [Call("published", 2 * kv, "with" if waits else "op")]
+        calls += [Call("published", kv, "with")]
     else:
-        published = case.attention.startswith("published")
-        if case.attention == "published":
-            calls.append(("sync", 0.0))
-        kind = "published" if published else "gather"
-        calls += [(kind, 2 * kv), (kind, kv)]
-        if not published:
-            # The merge of its splits.
-            calls.append(("kernel", 0.0))
+        kind = "gather" if case.attention == "per_token" else "kernel"
+        calls += [Call(kind, 2 * kv, "op"), Call("kernel", kv, "with"), more]
     calls += {
         None: [],
-        "ag_rs": [("collective", 0.0), ("kernel", 0.0), ("collective", 0.0)],
-        "a2a": [("kernel", 0.0), ("collective", 0.0), ("kernel", 0.0)],
-        "direct": [("direct", 0.0)],
+        "ag_rs": [collective, small, collective],
+        "a2a": [small, collective, small],
+        "direct": [direct],
     }[case.reducer]
     if case.attention.startswith("published"):
         # The new token's attention and the merge with it.
-        calls += [("kernel", 0.0), ("kernel", 0.0)]
+        calls += [small, small]
     return calls
 
 
@@ -500,39 +523,31 @@ def step_work(case: StepCase, constants: StepConstants) -> list[Work]:
     In a full graph nothing is launched in a layer. Piecewise, a dense piece is one graph launch.
     """
     c = constants
+    rates = {"gather": c.gather_gbps, "published": c.published_gbps}
+    exchange_us = {"collective": c.collective_us, "direct": c.direct_us}
+    host_us = {
+        "launch": c.launch_us,
+        "op": c.op_us,
+        "collective": c.collective_launch_us,
+        "op and sync": c.op_us + c.sync_us,
+        "with": 0.0,
+    }
 
-    def gpu_us(kind: str, moved: float) -> float:
-        if kind == "collective":
-            return c.collective_us
-        if kind == "direct":
-            return c.direct_us
-        if kind == "sync":
-            # A copy of four bytes.
-            return c.kernel_us
-        rate = {"gather": c.gather_gbps, "published": c.published_gbps}
-        return c.kernel_us + floor_us(moved, rate.get(kind, c.memory_gbps))
+    def work(call: Call) -> Work:
+        # A sync is a copy of four bytes.
+        gpu = exchange_us.get(call.kind)
+        if gpu is None:
+            gpu = c.kernel_us + floor_us(call.moved, rates.get(call.kind, c.memory_gbps))
+        host = 0.0 if case.mode == "full" else host_us[call.host] + case.launch_delay_us
+        return Work(host, gpu, sync=call.kind == "sync", barrier=call.kind in exchange_us)
 
-    def host_us(kind: str) -> float:
-        if case.mode == "full":
-            return 0.0
-        own = {"collective": c.collective_launch_us, "sync": c.sync_us}
-        return own.get(kind, c.launch_us) + case.launch_delay_us
-
-    dense = [("collective", 0.0)] * case.all_reduces
-    dense += [("kernel", case.dense_bytes / case.dense_kernels)] * case.dense_kernels
-    if case.mode == "eager":
-        work = [_as_work(kind, host_us(kind), gpu_us(kind, moved)) for kind, moved in dense]
-    else:
+    kernel = Call("kernel", case.dense_bytes / case.dense_kernels)
+    dense = [work(Call("collective", host="collective"))] * case.all_reduces
+    dense += [work(kernel)] * case.dense_kernels
+    if case.mode != "eager":
         launch = c.graph_launch_us + case.launch_delay_us if case.mode == "piecewise" else 0.0
-        total = sum(gpu_us(kind, moved) for kind, moved in dense)
-        work = [Work(launch, total, barrier=case.all_reduces > 0)]
-    for kind, moved in layer_calls(case):
-        work.append(_as_work(kind, host_us(kind), gpu_us(kind, moved)))
-    return work
-
-
-def _as_work(kind: str, host_us: float, gpu_us: float) -> Work:
-    return Work(host_us, gpu_us, sync=kind == "sync", barrier=kind in ("collective", "direct"))
+        dense = [Work(launch, sum(w.gpu_us for w in dense), barrier=case.all_reduces > 0)]
+    return dense + [work(call) for call in layer_calls(case)]
 
 
 def predict_step(
