@@ -28,6 +28,7 @@ def absent() -> str | None:
         if missing := module_missing(f"vllm.v1.attention.ops.{module}", INSTALL):
             return missing
     try:
+        from vllm import config  # noqa: F401
         from vllm.distributed import parallel_state  # noqa: F401
         from vllm.v1.attention.ops import common, dcp_alltoall  # noqa: F401
     except ImportError as error:
