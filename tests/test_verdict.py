@@ -130,7 +130,7 @@ def test_what_the_model_predicts_of_study_1(solved):
 
 
 def test_the_pace_of_another_host_is_a_prediction():
-    """With the H200s' host nothing of study 1's DCP run is used: too slow, by less than a third."""
+    """With the H200s' host nothing of study 1's DCP run is used: too slow by less than a third."""
     free = verdict_study.study1(
         "MI355X", alone_ms=ALONE, context_tokens=2500, fitted=FIT.constants
     )
