@@ -229,7 +229,8 @@ def delays(table: pd.DataFrame, slopes: pd.DataFrame, *, title: str, source: str
 
         rows, zero = pick(delay), pick(base)
         name = "no DCP" if corner.reducer == "no DCP" else f"{corner.attention} + {corner.reducer}"
-        label = f"{name}, {MODE_NAMES[corner.mode]}: {corner.launches:,} launches"
+        launches = f"{corner.launches:,} launch" + ("" if corner.launches == 1 else "es")
+        label = f"{name}, {MODE_NAMES[corner.mode]}: {launches}"
         for some, line, face in ((rows, "-", fill), (zero, "", "white")):
             spread = [some.median_ms - some.p10_ms, some.p90_ms - some.median_ms]
             ax.errorbar(
@@ -294,7 +295,7 @@ def shares(columns: Mapping[str, pd.DataFrame], *, title: str, source: str) -> F
 
 
 def study_parts(parts: pd.DataFrame, *, added_ms: float, title: str, source: str) -> Figure:
-    """Draw the parts of study 1's added time, each between its low and its high.
+    """Draw the parts of study 1's added time that add to it, each between its low and its high.
 
     Args:
         parts: Indexed by part: low, high, in ms.
@@ -303,12 +304,15 @@ def study_parts(parts: pd.DataFrame, *, added_ms: float, title: str, source: str
         source: What the numbers rest on.
     """
     fig, ax = plots.figure(size=(14, 7))
+    parts = parts[parts.high > 0]
     for place, (name, row) in enumerate(parts.iterrows()):
         ax.barh(place, row.high - row.low, 0.6, left=row.low, color=PART_COLORS[name])
         ax.vlines((row.low + row.high) / 2, place - 0.3, place + 0.3, color=plots.BLACK)
         low, high = 100 * row.low / added_ms, 100 * row.high / added_ms
+        places = 1 if high < 1 else 0
         ms = f"{number(row.low)} to {number(row.high)} ms"
-        _right_of(ax, row.high, place, f"{ms}: {number(low, 0)} to {number(high, 0)} %")
+        share = f"{number(low, places)} to {number(high, places)} %"
+        _right_of(ax, row.high, place, f"{ms}: {share}")
     ax.set_yticks(range(len(parts)), parts.index)
     ax.invert_yaxis()
     ax.set_xlim(min(0, 1.2 * parts.low.min()), 1.6 * parts.high.max())
@@ -338,7 +342,9 @@ def gain(steps: pd.DataFrame, *, title: str, source: str) -> Figure:
             markersize=9, capsize=5, label=label,
         )  # fmt: skip
         last = rows.iloc[-1]
-        _right_of(ax, rows.index[-1], last.median_ms, number(last.median_ms))
+        # Two lines that end close together have their numbers above and below.
+        apart = {"ag_rs": 0.25, "no DCP": -0.25}.get(name, 0.0)
+        _right_of(ax, rows.index[-1], last.median_ms + apart, number(last.median_ms))
     shown = [c for c in contexts if c != 3000]
     ax.set_xscale("log", base=2)
     ax.set_xticks(shown, [f"{c:,}" for c in shown])

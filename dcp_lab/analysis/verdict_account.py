@@ -1,0 +1,265 @@
+"""The account of the 4x from the tables: what notebook 06 shows and the README says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pandas as pd
+
+from dcp_lab.analysis import (
+    attribution,
+    tables,
+    verdict_fit,
+    verdict_shares,
+    verdict_study,
+    what_if,
+)
+from dcp_lab.analysis.verdict_study import AS_PUBLISHED, NO_DCP, Study
+from dcp_lab.bench import costs, stack
+
+# One thing of the published step mended, then two, then the exchange too. The first two rows are
+# where the account begins and ends.
+STEPS = {
+    "no DCP, full graphs": {**NO_DCP, "mode": "full"},
+    "DCP 2 as published: gather, ag_rs, PIECEWISE": AS_PUBLISHED,
+    "... with the pages read in place": {**AS_PUBLISHED, "attention": "paged"},
+    "... with full graphs (no host sync)": {
+        **AS_PUBLISHED,
+        "attention": "published_no_sync",
+        "mode": "full",
+    },
+    "... with both": {**AS_PUBLISHED, "attention": "paged", "mode": "full"},
+    "... with both and the direct exchange": {
+        "dcp_size": 2,
+        "attention": "paged",
+        "reducer": "direct",
+        "mode": "full",
+    },
+}
+PUBLISHED_STEP, PAGED, FULL, BOTH, DIRECT = list(STEPS)[1:]
+# 10th percentile, median and 90th percentile of a row.
+_TIMES = ["p10_ms", "median_ms", "p90_ms"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Everything that the verdict rests on.
+
+    Attributes:
+        fit, swapped: The timeline's constants from either half of the H200s' steps.
+        alone_ms, shared_ms: Study 1 at its shorter context, without DCP and with it.
+        added_ms: Their difference.
+        solved: Study 1 under every set of constants, the host's pace solved for.
+        free: The same with the H200s' host: nothing of study 1's DCP run is used.
+        steps: plots_verdict.removal's table.
+        hidden: plots_verdict.hidden's table.
+        shares: Account -> table of each player's share.
+        times: The corners behind the measured shares, by dense part.
+        parts: Each part of study 1's added time: low, high, in ms.
+        gather: All of the gather's parts together: low, high, in ms.
+    """
+
+    fit: verdict_fit.Fit
+    swapped: verdict_fit.Fit
+    alone_ms: float
+    shared_ms: float
+    added_ms: float
+    solved: list[Study]
+    free: list[Study]
+    steps: pd.DataFrame
+    hidden: pd.DataFrame
+    shares: dict[str, pd.DataFrame]
+    times: dict[str, pd.DataFrame]
+    parts: pd.DataFrame
+    gather: tuple[float, float]
+
+    def removed(self, step: str, *, measured: bool) -> tuple[float, float]:
+        """Return which share of what DCP adds is gone at a step of STEPS: low, high.
+
+        Args:
+            step: Its name.
+            measured: On two H200s, by the medians; else by the model of study 1.
+        """
+        rows = self.steps.set_index("name")
+        if measured:
+            base, most, left = (rows.ms[n] for n in (next(iter(STEPS)), PUBLISHED_STEP, step))
+            return ((most - left) / (most - base),) * 2
+        lows = [self.shared_ms - rows.high_ms[step], self.shared_ms - rows.low_ms[step]]
+        return lows[0] / self.added_ms, lows[1] / self.added_ms
+
+
+def measured_step(table: pd.DataFrame, corner: dict[str, object], **where: object) -> pd.Series:
+    """Return the first row of a corner, unbound and undelayed.
+
+    Args:
+        table: measured("stack_...").
+        corner: As in STEPS.
+        where: More columns and their values. Default: light dense part, 2,500 tokens.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    wanted = {"dense": "light", "context_tokens": 2500, "launch_delay_us": 0.0, **where, **corner}
+    rows = table[~table.bound.astype(bool)]
+    for name, value in wanted.items():
+        rows = rows[rows[name].isna() if value is None else rows[name] == value]
+    if rows.empty:
+        raise ValueError(f"corner: expected one that was measured, got {wanted}")
+    return rows.iloc[0]
+
+
+def steps(table: pd.DataFrame, solved: list[Study], shared_ms: float) -> pd.DataFrame:
+    """Return STEPS as measured on two H200s and as modelled for study 1."""
+    rows = []
+    for name, corner in STEPS.items():
+        p10, median, p90 = measured_step(table, corner)[_TIMES]
+        modelled = [study.ms(**corner) for study in solved]
+        observed = {"no DCP, full graphs": solved[0].ms(**corner), PUBLISHED_STEP: shared_ms}
+        rows.append(
+            {
+                "name": name,
+                "ms": median,
+                "p10_ms": p10,
+                "p90_ms": p90,
+                "low_ms": min(modelled),
+                "high_ms": max(modelled),
+                "observed_ms": observed.get(name, float("nan")),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def hidden(
+    table: pd.DataFrame, vllm: pd.DataFrame, serve: pd.DataFrame, solved: list[Study]
+) -> pd.DataFrame:
+    """Return what PIECEWISE adds without and with DCP, on the lab's stack, an engine and study 1.
+
+    With DCP the pages are read in place and nothing waits, but in study 1, where the gather is
+    what was published; its step under full graphs nobody ran, so there it is modelled.
+    """
+
+    def stack_of(dense: str) -> dict[str, object]:
+        def ms(corner: dict[str, object], mode: str) -> float:
+            return measured_step(table, {**corner, "mode": mode}, dense=dense).median_ms
+
+        shared = {"dcp_size": 2, "attention": "paged", "reducer": "ag_rs"}
+        added = [ms(c, "piecewise") - ms(c, "full") for c in (NO_DCP, shared)]
+        return {"alone_ms": added[0], "shared_ms": added[1], "basis": "measured"}
+
+    engine = attribution.engine_modes(vllm).tpot_ms
+    tpot = attribution.metric(serve, attribution.MEAN_TPOT).loc[1]
+    full = STEPS[FULL]
+    modelled = [tpot.dcp2 - study.ms(**full) for study in solved]
+    found = {
+        "H200 stack, light dense part": stack_of("light"),
+        "H200 stack, heavy dense part": stack_of("heavy"),
+        "H200 vLLM engine, light": {
+            "alone_ms": engine[1, "none", "PIECEWISE"] - engine[1, "none", "FULL_AND_PIECEWISE"],
+            "shared_ms": engine[2, "a2a", "PIECEWISE"] - engine[2, "a2a", "FULL_AND_PIECEWISE"],
+            "basis": "measured",
+        },
+        "Study 1 (with DCP: modelled full graphs)": {
+            "alone_ms": tpot.dcp1_piecewise - tpot.dcp1_full,
+            "shared_ms": (min(modelled) + max(modelled)) / 2,
+            "basis": "published less modelled",
+        },
+    }
+    return pd.DataFrame(found).T.astype({"alone_ms": float, "shared_ms": float})
+
+
+@functools.cache
+def account() -> Account:
+    """Return the account, computed once: about ten seconds."""
+    table = tables.measured(verdict_fit.TABLE)
+    serve, vllm = tables.published_serve(), tables.measured_vllm()
+    added = attribution.added_time(serve).loc[1]
+    fits = verdict_fit.h200(), verdict_fit.h200(swapped=True)
+    observed = {"alone_ms": added.base_ms, "context_tokens": added.context_tokens}
+    solved = verdict_study.brackets(**observed, dcp_ms=added.dcp_ms)
+    free = verdict_study.brackets(**observed)
+    times = {dense: verdict_shares.corners(fits[0], dense=dense) for dense in ("light", "heavy")}
+    by_model = verdict_study.spans([study.shares() for study in solved])
+    shares = {
+        "H200, light dense part: measured": verdict_shares.shares(times["light"]),
+        "H200, heavy: measured, the gather without sync modelled": verdict_shares.shares(
+            times["heavy"]
+        ),
+        "study 1: modelled, low to high": by_model.assign(share=float("nan")),
+    }
+    parts = [
+        verdict_study.added_parts(
+            study.case(**AS_PUBLISHED), study.case(mode="piecewise", **NO_DCP), study.constants
+        )
+        for study in solved
+    ]
+    names = (
+        verdict_study.CALLS,
+        verdict_study.WAIT,
+        verdict_study.BYTES,
+        verdict_study.KERNELS,
+    )
+    gathers = [sum(part[name] for name in names) for part in parts]
+    return Account(
+        *fits,
+        alone_ms=added.base_ms,
+        shared_ms=added.dcp_ms,
+        added_ms=added.added_ms,
+        solved=solved,
+        free=free,
+        steps=steps(table, solved, added.dcp_ms),
+        hidden=hidden(table, vllm, serve, solved),
+        shares=shares,
+        times=times,
+        parts=verdict_study.spans(parts),
+        gather=(min(gathers), max(gathers)),
+    )
+
+
+def queue_lines(contexts: list[int]) -> pd.DataFrame:
+    """Return the published step of two H200s over context, by the model: step, host, GPU, ms.
+
+    The gather is called as this lab calls it, since that is what was measured.
+    """
+    fitted = verdict_fit.h200()
+    row = measured_step(fitted.rows, AS_PUBLISHED)
+    case = stack.step_case(row.to_dict())
+    found = {}
+    for context in contexts:
+        kv = case.kv_bytes * context / row.context_tokens
+        line = costs.predict_step(dataclasses.replace(case, kv_bytes=kv), fitted.constants)
+        found[context] = {
+            "step_ms": line.step_us / 1e3,
+            "host_ms": line.host_us / 1e3,
+            "gpu_ms": line.gpu_us / 1e3,
+        }
+    return pd.DataFrame(found).T.rename_axis("context_tokens")
+
+
+def engine_check(fit: verdict_fit.Fit) -> pd.DataFrame:
+    """Return the vLLM engine's steps beside the model's, none of which was fitted to them.
+
+    Returns:
+        mode, dcp_size, reducer, measured_ms, modelled_ms, error.
+    """
+    rows = attribution.engine_modes(tables.measured_vllm()).reset_index()
+    names = {"PIECEWISE": "piecewise", "FULL_AND_PIECEWISE": "full"}
+    light = what_if.Question(model="study 1's attention, light", tp=2, context_tokens=2000)
+    constants = what_if.constants_of("H200", fitted=fit.constants)
+    found = []
+    for row in rows.itertuples():
+        asked = {"mode": names[row.cudagraph_mode], "dcp": row.dcp_size}
+        if row.dcp_size > 1:
+            asked["reducer"] = row.reducer
+        said = what_if.answer(dataclasses.replace(light, **asked), constants).tpot_ms
+        found.append(
+            {
+                "mode": asked["mode"],
+                "dcp_size": row.dcp_size,
+                "reducer": row.reducer,
+                "measured_ms": row.tpot_ms,
+                "modelled_ms": said,
+                "error": said / row.tpot_ms - 1,
+            }
+        )
+    return pd.DataFrame(found)

@@ -1,0 +1,141 @@
+"""The account of the 4x: its numbers are the rows', and its figures draw them."""
+
+from __future__ import annotations
+
+import matplotlib
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+matplotlib.use("Agg")
+
+from test_verdict import trace
+
+from dcp_lab import plots_verdict
+from dcp_lab.analysis import (
+    tables,
+    verdict_account,
+    verdict_fit,
+    verdict_gain,
+    verdict_study,
+    verdict_traces,
+)
+
+STACK = tables.measured(verdict_fit.TABLE)
+
+
+@pytest.fixture(scope="module")
+def account() -> verdict_account.Account:
+    """The account, computed once."""
+    return verdict_account.account()
+
+
+def test_steps_are_the_rows(account):
+    """Medians of the base block; study 1's two observed steps come back from the model."""
+    steps = account.steps.set_index("name")
+    assert steps.ms.tolist() == [7.4323, 146.9493, 61.8405, 31.9961, 11.3663, 8.2068]
+    assert steps.low_ms.iloc[0] == pytest.approx(20.23, rel=2e-3)
+    assert steps.high_ms.iloc[1] == pytest.approx(83.35, rel=1e-3)
+    assert (steps.low_ms <= steps.high_ms).all()
+    with pytest.raises(ValueError, match="corner: expected one that was measured"):
+        verdict_account.measured_step(STACK, {"mode": "full"}, context_tokens=7)
+
+
+def test_removed_is_by_hand(account):
+    """Of 139.5 ms the pages in place remove 85.1; for study 1 the model gives an interval."""
+    low, high = account.removed(verdict_account.PAGED, measured=True)
+    assert low == high == pytest.approx((146.9493 - 61.8405) / (146.9493 - 7.4323))
+    low, high = account.removed(verdict_account.PAGED, measured=False)
+    row = account.steps.set_index("name").loc[verdict_account.PAGED]
+    assert low == pytest.approx((83.35 - row.high_ms) / 63.12)
+    assert high == pytest.approx((83.35 - row.low_ms) / 63.12)
+
+
+def test_what_hides_is_measured(account):
+    """PIECEWISE without DCP: 4.5 ms on a light dense part, 1.1 on a heavy one; 50 with it."""
+    alone = account.hidden.alone_ms
+    assert alone.iloc[0] == pytest.approx(11.9499 - 7.4323)
+    assert alone.iloc[1] == pytest.approx(18.8367 - 17.7832)
+    assert alone.iloc[2] == pytest.approx(19.26 - 6.21)
+    assert alone.iloc[3] == pytest.approx(20.11 - 20.23)
+    assert account.hidden.shared_ms.iloc[1] == pytest.approx(66.0898 - 20.7916)
+    assert account.hidden.shared_ms.min() > 10 * alone.iloc[1]
+
+
+def test_parts_and_gather_agree(account):
+    """The gather's interval lies within those of its parts, and the parts within what is added."""
+    names = [verdict_study.CALLS, verdict_study.WAIT, verdict_study.BYTES, verdict_study.KERNELS]
+    low, high = account.gather
+    assert account.parts.low[names].sum() <= low < high <= account.parts.high[names].sum()
+    assert account.parts.low.sum() < account.added_ms < account.parts.high.sum()
+
+
+def test_the_published_step_is_flat_until_the_gpu_is_the_longer_queue():
+    """By the model, and so measured: no growth to 8,192 tokens, the GPU's time at 32,768."""
+    lines = verdict_account.queue_lines([1024, 8192, 32768])
+    assert lines.step_ms[8192] == pytest.approx(lines.step_ms[1024], rel=0.01)
+    assert lines.gpu_ms[8192] > 4 * lines.gpu_ms[1024]
+    assert lines.step_ms[32768] == pytest.approx(lines.gpu_ms[32768], rel=0.01)
+
+
+def test_the_engine_is_predicted_without_its_rows(account):
+    """All five steps within 28 %, those with DCP within 18 %, from the stack's constants."""
+    rows = verdict_account.engine_check(account.fit)
+    assert rows.error.abs().max() < 0.28 and rows[rows.dcp_size > 1].error.abs().max() < 0.18
+
+
+def figures(account: verdict_account.Account) -> dict[str, object]:
+    """Return every figure of notebook 06 that is not in dcp_lab.plots."""
+    said = {"title": "A finding", "source": "Measured."}
+    contexts = [1024, 8192, 32768]
+    published = STACK[(STACK.block == "context") & (STACK.attention == "published")]
+    return {
+        "removal": plots_verdict.removal(account.steps, **said),
+        "hidden": plots_verdict.hidden(account.hidden, **said),
+        "against_context": plots_verdict.against_context(
+            published, verdict_account.queue_lines(contexts), **said
+        ),
+        "predicted": plots_verdict.predicted(account.fit, source="Measured."),
+        "delays": plots_verdict.delays(STACK, verdict_fit.slopes(STACK), **said),
+        "shares": plots_verdict.shares(account.shares, **said),
+        "study_parts": plots_verdict.study_parts(account.parts, added_ms=63.12, **said),
+        "gain": plots_verdict.gain(verdict_gain.full_steps(STACK), **said),
+        "traces": plots_verdict.traces(
+            verdict_traces.shown(dict.fromkeys(verdict_traces.SHOWN, trace())), source="made up"
+        ),
+    }
+
+
+def test_figures_are_legible_and_whole(account):
+    """No letter under 14 points, none cut off by the figure's edge."""
+    for name, fig in figures(account).items():
+        FigureCanvasAgg(fig).draw()
+        width, height = fig.get_size_inches() * fig.dpi
+        ticks = {
+            label
+            for ax in fig.axes
+            for axis in (ax.xaxis, ax.yaxis)
+            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+            for label in (tick.label1, tick.label2)
+        }
+        for text in set(fig.findobj(Text)) - ticks:
+            if not (text.get_visible() and text.get_text().strip()):
+                continue
+            assert text.get_fontsize() >= 14, (name, text.get_text())
+            box = text.get_window_extent(fig.canvas.get_renderer())
+            inside = min(box.x0, box.y0) >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+            assert inside, (name, text.get_text())
+
+
+def test_the_miss_is_written_into_its_figure(account):
+    """The figure of predictions says by how much, and names the corner that misses."""
+    fig = plots_verdict.predicted(account.fit, source="Measured.")
+    assert "26.0 % at worst: the worst misses its target" in " ".join(
+        fig.get_suptitle().split()
+    ).replace("\N{NO-BREAK SPACE}", " ")
+    said = [text.get_text() for text in fig.axes[0].texts]
+    assert said == ["paged + ag_rs, 32,768: +26 %"]
+    swapped = plots_verdict.predicted(account.swapped, source="Measured.")
+    assert "both targets met" in " ".join(swapped.get_suptitle().split())
+    assert isinstance(account.fit.missed(), pd.DataFrame) and len(account.fit.missed()) == 1
