@@ -259,20 +259,28 @@ def test_the_readme_quotes_the_headlines():
     """The README's answer has the numbers of data/headlines.json, rounded to what it shows."""
     told = json.loads((ROOT / "data" / "headlines.json").read_text())["numbers"]
     value_of = {line["name"]: line["value"] for line in told}
-    text = re.search(r"\*\*The answer so far\.\*\* (.*)", (ROOT / "README.md").read_text())[1]
+    text = re.search(r"\*\*The verdict\.\*\* (.*)", (ROOT / "README.md").read_text())[1]
+    h200, study1 = "of what DCP adds on two H200s", "study 1, of what DCP adds"
     for pattern, name in (
-        (r"of the (\d+) ms added", "study 1: DCP 2 adds, at a mean context of 2,500 tokens"),
-        (r"at most (\d+) %", "a gather at H200 prices, all parts but its host sync added"),
-        (
-            r"(\d+) % of it, at an H200's",
-            "the published gather's kernels on a DCP 2 rank, at an H200's price",
-        ),
-        (
-            r"about ([\d.]+) ms a step",
-            "94 layers on an H200, 16 x 2,500 in a full graph: the best",
-        ),
-        (r"H200s ([\d.]+)x slower", "two H200s, nothing gathered: DCP 2 over DCP 1"),
-        (r"full graphs remove (\d+) %", "of what DCP 2 adds there, full graphs remove"),
+        (r"PIECEWISE costs ([\d.]+) ms", "two H200s, heavy dense part: PIECEWISE adds without"),
+        (r"and (\d+) with DCP 2 and nothing", "two H200s, heavy dense part: PIECEWISE adds with "),
+        (r"Study 1's (\d+) ms", "study 1: DCP 2 adds"),
+        (r"(\d+) % goes with PIECEWISE", f"{h200}, share of PIECEWISE"),
+        (r"PIECEWISE and (\d+) % with the gather", f"{h200}, share of the gather"),
+        (r"by the model (\d+) to", f"{study1}: share of PIECEWISE, least"),
+        (r"by the model \d+ to (\d+) %", f"{study1}: share of PIECEWISE, most"),
+        (r"% and (\d+) to \d+ %, its bytes", f"{study1}: share of the gather and its sync, least"),
+        (r"to (\d+) %, its bytes", f"{study1}: share of the gather and its sync, most"),
+        (r"bytes at most ([\d.]+) %", f"{study1}: the gather's bytes"),
+        (r"remove it: (\d+) % alone", f"{h200}, full graphs alone"),
+        (r"in place (\d+) % alone", f"{h200}, pages read in place alone"),
+        (r"both (\d+) %", f"{h200}, both"),
+        (r"a step takes ([\d.]+) ms", "two H200s, 16 x 2,500: DCP 2, full graphs, paged, direct"),
+        (r"ms, ([\d.]+) without DCP", "two H200s, 16 x 2,500: without DCP"),
+        (r"median error of ([\d.]+) %", "model: median error"),
+        (r"its worst, ([\d.]+) %", "model: worst error"),
+        (r"should take (\d+) to", "study 1 with pages read in place, PIECEWISE: least"),
+        (r"should take \d+ to (\d+) ms", "study 1 with pages read in place, PIECEWISE: most"),
     ):
         (value,) = (value for full, value in value_of.items() if full.startswith(name))
         said = re.search(pattern, text)[1]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import matplotlib
 import pandas as pd
 import pytest
+import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
@@ -21,7 +25,10 @@ from dcp_lab.analysis import (
     verdict_study,
     verdict_traces,
 )
+from dcp_lab.notebooks import read_parameters
+from dcp_lab.serving.settings import find_setting
 
+ROOT = Path(__file__).resolve().parents[1]
 STACK = tables.measured(verdict_fit.TABLE)
 
 
@@ -139,3 +146,17 @@ def test_the_miss_is_written_into_its_figure(account):
     swapped = plots_verdict.predicted(account.swapped, source="Measured.")
     assert "both targets met" in " ".join(swapped.get_suptitle().split())
     assert isinstance(account.fit.missed(), pd.DataFrame) and len(account.fit.missed()) == 1
+
+
+def test_the_experiment_is_a_parameter_set_that_runs():
+    """Notebook 05 takes each parameter; the setting is study 1 with its attention path changed."""
+    asked = yaml.safe_load((ROOT / "notebooks/parameters/mi355_verdict.yaml").read_text())
+    known = read_parameters(ROOT / "notebooks" / "05_serve_vllm.ipynb")
+    assert set(asked) <= set(known) and asked["save_rows"] is True
+    for name, value in asked.items():
+        known[name].check(value)
+    wanted = find_setting(asked["setting"])
+    gathered = find_setting("study1_gather")
+    options = {**gathered.server.additional_config["dcp_lab"], "attention_path": "paged"}
+    same = dataclasses.replace(gathered.server, additional_config={"dcp_lab": options})
+    assert wanted.server == same and wanted.loads == gathered.loads

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Take the README's figure out of notebook 06, where it is the last one.
+"""Take the README's figure out of notebook 06, where it is the first one.
 
 python tools/readme_figure.py            # write notebooks/figures/why_4x.png
 python tools/readme_figure.py --check    # fail when it is not what the notebook shows
@@ -18,8 +18,8 @@ NOTEBOOK = ROOT / "notebooks" / "06_why_4x_tpot.ipynb"
 FIGURE = ROOT / "notebooks" / "figures" / "why_4x.png"
 
 
-def last_figure(notebook: Path) -> bytes:
-    """Return the last PNG among a notebook's outputs.
+def first_figure(notebook: Path) -> bytes:
+    """Return the first PNG among a notebook's outputs.
 
     Raises:
         ValueError: It has none.
@@ -29,7 +29,7 @@ def last_figure(notebook: Path) -> bytes:
     pngs = [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
     if not pngs:
         raise ValueError(f"{notebook.name}: expected a figure among its outputs, found none")
-    return base64.b64decode("".join(pngs[-1]))
+    return base64.b64decode("".join(pngs[0]))
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    figure = last_figure(NOTEBOOK)
+    figure = first_figure(NOTEBOOK)
     if options.check:
         if not FIGURE.exists() or FIGURE.read_bytes() != figure:
             print(f"{FIGURE.name} is not notebook 06's: python tools/readme_figure.py")

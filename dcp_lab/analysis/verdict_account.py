@@ -56,6 +56,7 @@ class Account:
         hidden: plots_verdict.hidden's table.
         shares: Account -> table of each player's share.
         times: The corners behind the measured shares, by dense part.
+        model_shares: Each player's share in study 1 under each set of constants.
         parts: Each part of study 1's added time: low, high, in ms.
         gather: All of the gather's parts together: low, high, in ms.
     """
@@ -71,6 +72,7 @@ class Account:
     hidden: pd.DataFrame
     shares: dict[str, pd.DataFrame]
     times: dict[str, pd.DataFrame]
+    model_shares: list[dict[str, float]]
     parts: pd.DataFrame
     gather: tuple[float, float]
 
@@ -179,7 +181,8 @@ def account() -> Account:
     solved = verdict_study.brackets(**observed, dcp_ms=added.dcp_ms)
     free = verdict_study.brackets(**observed)
     times = {dense: verdict_shares.corners(fits[0], dense=dense) for dense in ("light", "heavy")}
-    by_model = verdict_study.spans([study.shares() for study in solved])
+    model_shares = [study.shares() for study in solved]
+    by_model = verdict_study.spans(model_shares)
     shares = {
         "H200, light dense part: measured": verdict_shares.shares(times["light"]),
         "H200, heavy: measured, the gather without sync modelled": verdict_shares.shares(
@@ -211,6 +214,7 @@ def account() -> Account:
         hidden=hidden(table, vllm, serve, solved),
         shares=shares,
         times=times,
+        model_shares=model_shares,
         parts=verdict_study.spans(parts),
         gather=(min(gathers), max(gathers)),
     )

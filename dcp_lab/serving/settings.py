@@ -192,6 +192,11 @@ _ALL = (
         "DCP 2 as published: gather, then attend; ag_rs, PIECEWISE.",
         _dcp(STUDY1_SERVER, "ag_rs", "PIECEWISE", attention_path="gather", reducer="ag_rs"),
     ),
+    _study1(
+        "piecewise",
+        "The same with the pages read in place: what only the gather adds.",
+        _dcp(STUDY1_SERVER, "ag_rs", "PIECEWISE", attention_path="paged", reducer="ag_rs"),
+    ),
     _study2(
         "piecewise",
         "The baseline: what vLLM forces on ROCm when DCP > 1.",
