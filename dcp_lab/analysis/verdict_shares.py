@@ -8,7 +8,9 @@ gather (a Shapley value with precedence). The graph mode may come at any place.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -44,15 +46,31 @@ def shapley(
         players: Their names.
         needs: For some of them the player that has to be there first.
     """
-    possible = orders(players, needs)
+    known: dict[Coalition, float] = {}
+
+    def worth(coalition: Coalition) -> float:
+        if coalition not in known:
+            known[coalition] = value(coalition)
+        return known[coalition]
+
     shares = dict.fromkeys(players, 0.0)
-    for order in possible:
-        seen: Coalition = frozenset()
-        for player in order:
-            then = seen | {player}
-            shares[player] += (value(then) - value(seen)) / len(possible)
-            seen = then
+    for player, before, weight in _arrivals(tuple(players), tuple(needs.items())):
+        shares[player] += weight * (worth(before | {player}) - worth(before))
     return shares
+
+
+@functools.cache
+def _arrivals(
+    players: tuple[str, ...], needs: tuple[tuple[str, str], ...]
+) -> list[tuple[str, Coalition, float]]:
+    """Return (player, who is there before it, in which share of the orders) of every arrival."""
+    possible = orders(players, dict(needs))
+    found = Counter(
+        (player, frozenset(order[:place]))
+        for order in possible
+        for place, player in enumerate(order)
+    )
+    return [(player, before, n / len(possible)) for (player, before), n in found.items()]
 
 
 def corner_of(coalition: Coalition) -> dict[str, object]:

@@ -208,26 +208,8 @@ def added_parts(case: StepCase, alone: StepCase, constants: StepConstants) -> di
         before = [Work(c.launch_us, c.kernel_us)]
         return costs.timeline(layer, case.layers, before=before).step_us / 1e3
 
-    # Every order may be: of each subset of the others what the part adds, by the subset's weight.
-    found = dict.fromkeys(PARTS, 0.0)
-    count = len(PARTS)
-    known: dict[Coalition, float] = {}
-
-    def value(parts: Coalition) -> float:
-        if parts not in known:
-            known[parts] = play(parts)
-        return known[parts]
-
-    for part in PARTS:
-        others = [other for other in PARTS if other != part]
-        for size in range(count):
-            weight = (
-                math.factorial(size) * math.factorial(count - size - 1) / math.factorial(count)
-            )
-            for chosen in itertools.combinations(others, size):
-                seen = frozenset(chosen)
-                found[part] += weight * (value(seen | {part}) - value(seen))
-    return found
+    # Every order may be.
+    return shapley(play, PARTS, needs={})
 
 
 def study2_pace(
