@@ -247,6 +247,30 @@ def test_absent_vllm_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install vllm==0.25.1" in vllm_reducers.absent()
 
 
+def test_half_a_vllm_is_an_absent_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM whose configuration lacks a package is found before the ranks start, and says which.
+
+    The functions import without it; their communicator does not.
+    """
+    files = {
+        "distributed/parallel_state.py": "",
+        "v1/attention/ops/common.py": "",
+        "v1/attention/ops/dcp_alltoall.py": "",
+        "config.py": "import a_package_that_is_not_there",
+    }
+    for name, text in files.items():
+        file = tmp_path / "vllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for folder in ("", "distributed", "v1", "v1/attention", "v1/attention/ops"):
+        (tmp_path / "vllm" / folder / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "a_package_that_is_not_there" in vllm_reducers.absent()
+
+
 @pytest.mark.multigpu
 @pytest.mark.unpoisoned
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

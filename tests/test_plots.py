@@ -12,6 +12,8 @@ from PIL import Image
 
 matplotlib.use("Agg")
 
+from figure_checks import cut_off
+
 from dcp_lab import plots
 from dcp_lab.analysis import attribution, tables
 from dcp_lab.bench.hardware import H200, MI300X, MI355X
@@ -119,22 +121,7 @@ def test_letters_can_be_read_across_a_room(drawn):
 def test_nothing_is_cut_off(drawn):
     """Every title, label, note and legend entry lies inside the figure."""
     _, fig = drawn
-    width, height = fig.get_size_inches() * fig.dpi
-    # Ticks outside of an axis' limits have labels that are never drawn.
-    ticks = {
-        label
-        for ax in fig.axes
-        for axis in (ax.xaxis, ax.yaxis)
-        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-        for label in (tick.label1, tick.label2)
-    }
-    cut = []
-    for text in set(fig.findobj(Text)) - ticks:
-        box = text.get_window_extent(fig.canvas.get_renderer())
-        inside = box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
-        if text.get_visible() and text.get_text().strip() and not inside:
-            cut.append(text.get_text())
-    assert not cut
+    assert not cut_off(fig)
 
 
 def test_a_figure_is_shown_once(drawn):

@@ -9,11 +9,10 @@ import matplotlib
 import pandas as pd
 import pytest
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
 
 matplotlib.use("Agg")
 
+from figure_checks import cut_off, letters
 from test_verdict import trace
 
 from dcp_lab import plots_verdict
@@ -117,22 +116,9 @@ def figures(account: verdict_account.Account) -> dict[str, object]:
 def test_figures_are_legible_and_whole(account):
     """No letter under 14 points, none cut off by the figure's edge."""
     for name, fig in figures(account).items():
-        FigureCanvasAgg(fig).draw()
-        width, height = fig.get_size_inches() * fig.dpi
-        ticks = {
-            label
-            for ax in fig.axes
-            for axis in (ax.xaxis, ax.yaxis)
-            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-            for label in (tick.label1, tick.label2)
-        }
-        for text in set(fig.findobj(Text)) - ticks:
-            if not (text.get_visible() and text.get_text().strip()):
-                continue
-            assert text.get_fontsize() >= 14, (name, text.get_text())
-            box = text.get_window_extent(fig.canvas.get_renderer())
-            inside = min(box.x0, box.y0) >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
-            assert inside, (name, text.get_text())
+        assert not cut_off(fig), name
+        small = [text.get_text() for text in letters(fig) if text.get_fontsize() < 14]
+        assert not small, name
 
 
 def test_the_miss_is_written_into_its_figure(account):
