@@ -96,7 +96,7 @@ TIE = 0.05
 
 # Each target has a context among these. In the order in which they are measured: an engine that is
 # ended early has the judged ones.
-CONTEXTS = (2000, 8000, 1000, 5000, 3000)
+CONTEXTS = (2000, 8000, 32000, 1000, 5000, 3000)
 # TTFT is judged at the targets' contexts, and has more samples there.
 TTFT_CONTEXTS = (2000,)
 LAYERS = 94
@@ -120,7 +120,8 @@ SETTINGS = (
 )
 METHOD = (
     f"dcp_lab.vllm_plugin.engine: TPOT {WINDOW} steps over their number, from {SKIP} tokens after "
-    "the context; TTFT until all requests, given at once, have a token; compiled code "
+    "the context; TTFT until all requests, given at once, have a token, the first decoding "
+    "meanwhile; compiled code "
 )
 
 
@@ -406,6 +407,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=None, help="for the whole run; default: no bound"
     )
+    parser.add_argument(
+        "--run",
+        help="go on with this run of the table, on the same machine and commit, where a command "
+        "may not take as long as all rows do; default: a new one, named by its time",
+    )
     parser.add_argument("--layers", type=int, default=LAYERS, help="most, of each model")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="windows a context")
@@ -496,7 +502,8 @@ def main(arguments: list[str] | None = None) -> int:
         "capture_sizes": [size for size in CAPTURE_SIZES if size <= given.requests],
         "share_compiled": not given.own_code,
     }
-    run, begun = str(source["date_utc"]), time.monotonic()
+    run, begun = given.run or str(source["date_utc"]), time.monotonic()
+    print(f"run {run}", flush=True)
     taken: list[float] = []
     tokens: dict[str, Any] = {}
     first_rows: dict[str, list[dict[str, Any]]] = {}

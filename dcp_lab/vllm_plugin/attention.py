@@ -351,12 +351,19 @@ class Exchange:
         rows = (max_tokens, num_q_heads)
         self._out = torch.empty(*rows, shape.head_dim, dtype=shape.q_dtype, device=device)
         self._lse = torch.empty(rows, dtype=torch.float32, device=device)
-        # A first call connects the ranks and compiles, which must not happen inside a capture.
-        q = torch.zeros(1, shape.num_q_heads, shape.head_dim, dtype=shape.q_dtype, device=device)
-        zero = AttnState(
-            self.gather(q), torch.zeros(1, num_q_heads, dtype=torch.float32, device=device)
-        )
-        self.reduce(zero, torch.empty_like(q))
+        # The first calls connect the ranks and compile, which must not happen inside a capture nor
+        # while a request waits. The size picks the kernels' form: one of each magnitude. On a CPU
+        # nothing is compiled, and large ones take seconds.
+        most = max_tokens if torch.device(device).type == "cuda" else 1
+        sizes = {min(4**power, most) for power in range(most.bit_length())}
+        self._out.zero_()
+        self._lse.zero_()
+        for tokens in sorted(sizes):
+            q = torch.zeros(
+                tokens, shape.num_q_heads, shape.head_dim, dtype=shape.q_dtype, device=device
+            )
+            self.gather(q)
+            self.reduce(self.state(tokens), q)
 
     def state(self, num_tokens: int) -> AttnState:
         """Return where this rank's attention of all heads goes."""

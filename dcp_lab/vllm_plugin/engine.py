@@ -180,7 +180,7 @@ def follow(
         llm: The engine.
         batch: Its requests, all given at once.
         most: Tokens after which a request ends by itself.
-        windows: Windows to wait for; 0: only the first token.
+        windows: Windows to wait for; 0: none, until each request ends.
         limit_s: No further window begins when so many seconds have gone since the first token.
     """
     from vllm import SamplingParams
@@ -189,7 +189,7 @@ def follow(
     engine = llm.llm_engine
     greedy = SamplingParams(
         temperature=0,
-        max_tokens=most if windows else 1,
+        max_tokens=most,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -209,7 +209,7 @@ def follow(
         fewest = min(made.values())
         times += [now] * (fewest - len(times))
         whole = (fewest - SKIP) // WINDOW
-        if whole >= windows or (whole >= 1 and now - times[0] > limit_s):
+        if windows and (whole >= windows or (whole >= 1 and now - times[0] > limit_s)):
             break
     engine.abort_request(internal, internal=True)
     # The step that was under way must not be part of what comes next.
@@ -220,15 +220,18 @@ def follow(
 def measure(llm: Any, wanted: dict[str, Any], context: int) -> dict[str, Any]:
     """Return TPOT and TTFT at one context.
 
-    TTFT, a sample a run: from giving all requests until each has its first token. TPOT, a sample a
-    window: WINDOW steps of all requests, over their number, from SKIP tokens after the context on.
+    TTFT, a sample a run: from giving all requests until each has its first token; those that have
+    one decode meanwhile. TPOT, a sample a window: WINDOW steps of all requests, over their number,
+    from SKIP tokens after the context on.
     """
     batch = prompts(wanted["requests"], context, wanted["vocabulary"], seed=context)
     repeats = wanted["repeats"]
     most = token_capacity(len(batch), context, repeats, wanted["batched_tokens"])
-    # The first run is a warm-up.
+    # Warm-up: as many requests as make a step of both prefill and decode.
+    few = -(-wanted["batched_tokens"] // context) + 2
+    follow(llm, batch[:few], SKIP, 0, 0.0)
     runs = repeats - 1 if context in wanted["ttft_contexts"] else 0
-    ttft = [follow(llm, batch, 1, 0, 0.0)[0] for _ in range(1 + runs)][1:]
+    ttft = [follow(llm, batch, SKIP, 0, 0.0)[0] for _ in range(runs)]
     times = follow(llm, batch, most, repeats, wanted["window_s"])
     ends = range(SKIP + WINDOW, len(times) + 1, WINDOW)
     return {
