@@ -441,6 +441,7 @@ ENGINE = table(
         "head_dim": whole(at_least(1)),
         "requests": whole(at_least(1)),
         "weights": text(one_of("spread", "dummy")),
+        "dtype": text(one_of("float16", "bfloat16")),
         "tensor_parallel": whole(at_least(1)),
         "dcp_size": whole(at_least(1)),
         "dcp_comm_backend": text(one_of("ag_rs", "a2a"), nullable=True),

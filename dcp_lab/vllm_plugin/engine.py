@@ -281,6 +281,7 @@ def main() -> None:
         wanted["model"],
         skip_tokenizer_init=True,
         load_format="dummy",
+        dtype=wanted["dtype"],
         attention_backend=wanted["backend"],
         max_model_len=wanted["max_model_len"],
         max_num_seqs=wanted["requests"],
@@ -303,7 +304,7 @@ def main() -> None:
     write({"start_s": start_s, "workers": llm.collective_rpc(facts_of)})
     for context in wanted["contexts"]:
         write(measure(llm, wanted, context))
-    if wanted["weights"] == "spread":
+    if wanted["compare_tokens"]:
         write({"greedy": greedy_tokens(llm, wanted)})
 
 
