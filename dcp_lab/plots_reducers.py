@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from dcp_lab import plots
+from dcp_lab.analysis import exchange
 from dcp_lab.sharding import Shard
 
 # One colour a rank, as far as they go; they repeat after that.
@@ -150,3 +153,218 @@ def exchange_cost(
         f"The exchange's bytes are under {math.ceil(1000 * most) / 10:.1f} % of what DCP 2 adds",
         source,
     )
+
+
+# A bare collective has the colour of the reducer that calls it, vLLM's function that of its name.
+_OVER_TOKENS = (
+    ("reduce", "direct", "direct", "-", "o"),
+    ("reduce", "a2a", "a2a", "-", "s"),
+    ("reduce", "ag_rs", "ag_rs", "-", "D"),
+    ("collective", "all_to_all", "a2a", "--", "s"),
+    ("collective", "all_gather + reduce_scatter", "ag_rs", "--", "D"),
+    ("reduce", "vllm a2a", "a2a", ":", "X"),
+    ("reduce", "vllm ag_rs", "ag_rs", ":", "P"),
+)
+
+
+def over_tokens(rows: pd.DataFrame, *, source: str) -> Figure:
+    """Draw what an exchange takes in a graph over tokens, one panel a head_dim.
+
+    Args:
+        rows: exchange.current(...). A thing without rows is not drawn.
+        source: Table, machine, n and spread.
+
+    Raises:
+        ValueError: There is no row of a reducer in a graph.
+    """
+    _need_reducer(rows)
+    dims = sorted(rows.head_dim.unique())
+    fig, axes = plots.figure(1, len(dims), size=(15, 8), sharey=True, squeeze=False)
+    for ax, head_dim in zip(axes[0], dims, strict=True):
+        panel = rows[rows.head_dim == head_dim]
+        for op, what, name, line, marker in _OVER_TOKENS:
+            some = exchange.pick(panel, op, what)
+            if some.empty:
+                continue
+            solid = line == "-"
+            ax.errorbar(
+                some.tokens, some.median_us, yerr=_spread(some), linestyle=line, marker=marker,
+                color=plots.color(name), markerfacecolor=plots.color(name) if solid else "white",
+                linewidth=3 if solid else 2, markersize=10, capsize=5,
+                label=what if op == "reduce" else f"NCCL alone: {what}",
+            )  # fmt: skip
+        _log_ticks(ax, sorted(panel.tokens.unique()))
+        ax.set_title(f"head_dim {head_dim}", loc="left", fontsize=plots.FONT + 1)
+        ax.set_xlabel("tokens (log scale)")
+    ax = axes[0, 0]
+    ax.set_yscale("log")
+    ticks = [2, 5, 10, 20, 50, 100, 200]
+    ax.set_yticks(ticks, [str(tick) for tick in ticks])
+    ax.set_yticks([], minor=True)
+    graph = rows[(rows["mode"] == "graph") & rows.op.isin(("reduce", "collective"))]
+    # Room for the legends above the lines.
+    ax.set_ylim(0.75 * graph.p10_us.min(), 4 * graph.p90_us.max())
+    ax.set_ylabel("one call on the slower rank (us, log scale)")
+    handles, labels = ax.get_legend_handles_labels()
+    ours = sum(label in exchange.REDUCERS for label in labels)
+    ax.legend(handles[:ours], labels[:ours], loc="upper left")
+    axes[0, -1].legend(handles[ours:], labels[ours:], loc="upper left")
+    return plots.finding(fig, _faster(rows), source)
+
+
+def _need_reducer(rows: pd.DataFrame) -> None:
+    if all(exchange.pick(rows, "reduce", what).empty for what in exchange.REDUCERS):
+        raise ValueError("rows: expected a reducer's in a graph, got none")
+
+
+def _faster(rows: pd.DataFrame) -> str:
+    """Return how `direct` compares with the others, as far as they were measured."""
+    medians = {
+        what: exchange.pick(rows, "reduce", what).set_index(exchange.CELL).median_us
+        for what in exchange.REDUCERS
+    }
+    direct = medians.pop("direct")
+    ratios = {what: (other / direct).dropna() for what, other in medians.items()}
+    parts = [
+        f"{what} takes {plots.number(ratio.min())} to {plots.number(ratio.max())}x"
+        for what, ratio in ratios.items()
+        if len(ratio)
+    ]
+    if not parts:
+        return "What the exchanges take over tokens"
+    return f"In a graph {' and '.join(parts)} as long as direct ({len(direct)} cells)"
+
+
+def _spread(rows: pd.DataFrame) -> list[pd.Series]:
+    return [rows.median_us - rows.p10_us, rows.p90_us - rows.median_us]
+
+
+def _log_ticks(ax: Axes, ticks: Sequence[int]) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    ax.minorticks_off()
+
+
+def against_lines(rows: pd.DataFrame, lines: pd.DataFrame, *, source: str) -> Figure:
+    """Draw each reducer's cost over bytes against latency + bytes / link, a panel a reducer.
+
+    Args:
+        rows: exchange.current(...).
+        lines: exchange.lines(rows).
+        source: Table, machine, n and spread.
+
+    Raises:
+        ValueError: There is no row of a reducer in a graph.
+    """
+    _need_reducer(rows)
+    names = [what for what in exchange.REDUCERS if ("reduce", what) in lines.index]
+    fig, axes = plots.figure(1, len(names), size=(15, 8), sharey=True, squeeze=False)
+    for ax, what in zip(axes[0], names, strict=True):
+        some, line = exchange.pick(rows, "reduce", what), lines.loc[("reduce", what)]
+        reach = np.geomspace(some.bytes.min() / 2, 2 * some.bytes.max(), 100)
+        wire = reach / line.link_gbps / 1e3
+        label = "latency + bytes / link"
+        ax.plot(reach / 1e3, line.latency_us + wire, color=plots.BLACK, linewidth=2, label=label)
+        ax.plot(reach / 1e3, wire, "--", color=plots.GREY, linewidth=2, label="bytes / link")
+        for head_dim, marker in zip(sorted(some.head_dim.unique()), "osD^", strict=False):
+            cells = some[some.head_dim == head_dim]
+            ax.errorbar(
+                cells.bytes / 1e3, cells.median_us, yerr=_spread(cells), fmt=marker,
+                color=plots.color(what), markersize=10, capsize=5, label=f"head_dim {head_dim}",
+            )  # fmt: skip
+        ax.set_xscale("log")
+        ticks = [tick for tick in (1, 10, 100, 1000, 10_000) if tick <= reach[-1] / 1e3]
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        ax.minorticks_off()
+        ax.set_xlim(reach[0] / 1e3, reach[-1] / 1e3)
+        ax.set_title(
+            f"{what}: {plots.number(line.latency_us)} us + bytes / "
+            f"{line.link_gbps:,.0f} GB/s\n{_off(line.least_us)} to {_off(line.most_us)} us off",
+            loc="left", fontsize=plots.FONT + 1,
+        )  # fmt: skip
+        ax.set_xlabel("sent by a rank, kB (log scale)")
+        ax.legend(loc="upper left")
+    shown = pd.concat([exchange.pick(rows, "reduce", what) for what in names])
+    axes[0, 0].set_ylim(0, 1.15 * shown.p90_us.max())
+    axes[0, 0].set_ylabel("one call on the slower rank (us)")
+    worst = {
+        what: max(-lines.least_us["reduce", what], lines.most_us["reduce", what]) for what in names
+    }
+    best, rest = names[0], [f"{what} by {plots.number(worst[what])}" for what in names[1:]]
+    title = f"{best} costs a latency and its bytes, within {plots.number(worst[best])} us"
+    if rest:
+        title += f"; off that line are {' and '.join(rest)} us"
+    return plots.finding(fig, title, source)
+
+
+def _off(us: float) -> str:
+    return f"{'+' if us >= 0 else '-'}{plots.number(abs(us))}"
+
+
+def gather_and_reduce(
+    together: pd.DataFrame, *, limits_us: Mapping[tuple[int, int], float], source: str
+) -> Figure:
+    """Draw what a layer's query gather and reduce take, measured in turn and as sums.
+
+    Args:
+        together: exchange.together(...).
+        limits_us: (tokens, head_dim) -> the target of both in turn.
+        source: Table, machine, n and spread.
+
+    Raises:
+        ValueError: No pair has both its parts measured.
+    """
+    if together.isna().all(axis=None):
+        raise ValueError("together: expected a gather's and a reduce's time, got none")
+    fills = {
+        "direct, together": (plots.color("direct"), "direct + direct, in turn as in a layer"),
+        "nccl + a2a": (plots.color("a2a"), "nccl + a2a, each alone, added"),
+        "nccl + ag_rs": (plots.color("ag_rs"), "nccl + ag_rs, each alone, added"),
+    }
+    dims = sorted(together.index.get_level_values("head_dim").unique())
+    fig, axes = plots.figure(1, len(dims), size=(17, 8), sharey=True, squeeze=False)
+    width = 0.88 / len(fills)
+    for ax, head_dim in zip(axes[0], dims, strict=True):
+        panel = together.xs(head_dim, level="head_dim")
+        first = np.arange(len(panel)) - (len(fills) - 1) / 2 * width
+        for place, (column, (fill, label)) in enumerate(fills.items()):
+            ax.bar(first + place * width, panel[column], 0.94 * width, color=fill, label=label)
+        both = panel["direct, together"]
+        spread = [both - panel.p10_us, panel.p90_us - both]
+        ax.errorbar(first, both, yerr=spread, fmt="none", color=plots.BLACK, capsize=5)
+        parts = panel["direct + direct"]
+        ax.plot(
+            first, parts, "D", color=plots.BLACK, markerfacecolor="white", markersize=8,
+            label="direct + direct, each alone, added",
+        )  # fmt: skip
+        tops = {
+            **panel,
+            "direct, together": pd.concat([both, panel.p90_us, parts], axis=1).max(axis=1),
+        }
+        for place, column in enumerate(fills):
+            for row, (us, top) in enumerate(zip(panel[column], tops[column], strict=True)):
+                if pd.notna(us):
+                    limit = limits_us.get((panel.index[row], head_dim)) if place == 0 else None
+                    at = (first[row] + place * width, top)
+                    text = {"textcoords": "offset points", "ha": "center"}
+                    ax.annotate(plots.number(us), at, (0, 7), weight="bold", **text)
+                    if limit is not None:
+                        ends = (first[row] - 0.6 * width, first[row] + 0.6 * width)
+                        ax.hlines(limit, *ends, color=plots.SKY, linewidth=4)
+                        ax.annotate(f"target\n{plots.number(limit)}", at, (0, 26), **text)
+        ax.set_xticks(range(len(panel)), [f"{tokens:,}" for tokens in panel.index])
+        ax.set_xlabel("tokens")
+        ax.set_title(f"head_dim {head_dim}", loc="left", fontsize=plots.FONT + 1)
+    axes[0, 0].set_ylim(0, 1.15 * together.drop(columns=["p10_us", "p90_us"]).max().max())
+    axes[0, 0].set_ylabel("query gather and reduce of a layer (us)")
+    axes[0, 0].legend(loc="upper left")
+    both = together["direct, together"]
+    ratio = (together["nccl + a2a"] / both).dropna()
+    title = "What the query gather and the reduce of a layer take"
+    if len(ratio):
+        title = (
+            f"Gather and reduce by direct: {plots.number(both.min())} to "
+            f"{plots.number(both.max())} us a layer; by NCCL and a2a {plots.number(ratio.min())} "
+            f"to {plots.number(ratio.max())}x as long"
+        )
+    return plots.finding(fig, title, source)
