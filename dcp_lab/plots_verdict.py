@@ -48,7 +48,7 @@ def removal(steps: pd.DataFrame, *, title: str, source: str) -> Figure:
     fig, (left, right) = plots.figure(1, 2, size=(15, 7.5), sharey=True)
     places = np.arange(len(steps))
     fills = [
-        plots.BLUE if "no DCP" in name else plots.VERMILION if "published" in name else plots.GREEN
+        plots.BLUE if "no DCP" in name else plots.VERMILION if "gather" in name else plots.GREEN
         for name in steps.name
     ]
     left.barh(places, steps.ms, 0.62, color=fills)
@@ -60,16 +60,14 @@ def removal(steps: pd.DataFrame, *, title: str, source: str) -> Figure:
         right.barh(place, at, 0.62, color=fills[place], alpha=0.45)
         if np.isnan(row.observed_ms):
             right.hlines(place, row.low_ms, row.high_ms, color=plots.BLACK, linewidth=6)
-            near = number(row.low_ms) == number(row.high_ms)
-            text = number(row.low_ms) if near else f"{number(row.low_ms)} to {number(row.high_ms)}"
-            _right_of(right, row.high_ms, place, text)
+            _right_of(right, row.high_ms, place, _span(row.low_ms, row.high_ms))
         else:
             right.plot(row.observed_ms, place, "D", color=plots.BLACK, markersize=10)
             _right_of(right, row.observed_ms, place, f"{number(row.observed_ms)} published")
     left.set_yticks(places, [textwrap.fill(name, 26) for name in steps.name])
     left.invert_yaxis()
     left.set_title("Two H200s: measured", fontsize=plots.FONT + 1)
-    right.set_title("Study 1: bars modelled, ◆ published", fontsize=plots.FONT + 1)
+    right.set_title("Study 1: bars modelled, ◆ published; own scale", fontsize=plots.FONT + 1)
     for ax, most in ((left, steps.p90_ms.max()), (right, np.nanmax(steps[["high_ms",
                      "observed_ms"]]))):  # fmt: skip
         ax.set_xlim(0, 1.42 * most)
@@ -83,27 +81,45 @@ def _right_of(ax, x: float, y: float, text: str) -> None:
     ax.annotate(text, (x, y), (9, 0), textcoords="offset points", va="center", weight="bold")
 
 
+def _span(low: float, high: float, places: int = 1) -> str:
+    """Return "low to high", or one number where both are written alike."""
+    ends = dict.fromkeys((number(low, places), number(high, places)))
+    return " to ".join(ends)
+
+
 def hidden(systems: pd.DataFrame, *, title: str, source: str) -> Figure:
     """Draw what PIECEWISE adds without and with DCP, one pair of bars a system.
 
     Args:
-        systems: Indexed by name: alone_ms, shared_ms (added by PIECEWISE), fill ("measured" or
-            "modelled": what shared_ms rests on).
+        systems: verdict_account.hidden(...): indexed by name, alone_ms and shared_ms with their
+            _low and _high (NaN where nothing is known), basis of shared_ms ("modelled" is drawn
+            pale).
         title: The finding.
         source: What the numbers rest on.
     """
     fig, ax = plots.figure(size=(14, 7))
     places, width = np.arange(len(systems)), 0.36
-    for offset, column, label, fill in (
-        (-1, "alone_ms", "without DCP", plots.BLUE),
-        (1, "shared_ms", "with DCP 2", plots.VERMILION),
+    for offset, name, label, fill in (
+        (-1, "alone", "without DCP", plots.BLUE),
+        (1, "shared", "with DCP 2, pages read in place", plots.VERMILION),
     ):
         at = places + offset * width / 2
-        bars = ax.bar(at, systems[column], 0.94 * width, color=fill, label=label)
-        ax.bar_label(bars, [number(v) for v in systems[column]], padding=4, weight="bold")
+        ms, low, high = (systems[f"{name}_{end}"] for end in ("ms", "low", "high"))
+        bars = ax.bar(at, ms, 0.94 * width, color=fill, label=label)
+        for bar, basis in zip(bars, systems.basis, strict=True):
+            bar.set_alpha(0.45 if name == "shared" and basis == "modelled" else 1.0)
+        ax.errorbar(at, ms, yerr=[ms - low, high - ms], fmt="none", color=plots.BLACK, capsize=6)
+        for x, row in zip(at, systems.itertuples(), strict=True):
+            middle, top = getattr(row, f"{name}_ms"), getattr(row, f"{name}_high")
+            modelled = name == "shared" and row.basis == "modelled"
+            text = _span(row.shared_low, top) if modelled else number(middle)
+            ax.annotate(
+                text, (x, max(0.0, middle, -np.inf if np.isnan(top) else top)), (0, 7),
+                textcoords="offset points", ha="center", weight="bold",
+            )  # fmt: skip
     ax.set_xticks(places, [textwrap.fill(name, 22) for name in systems.index])
     ax.axhline(0, color=plots.BLACK, linewidth=1)
-    ax.set_ylim(min(0, systems.min(numeric_only=True).min()) - 3, 1.25 * systems.shared_ms.max())
+    ax.set_ylim(min(0, systems.alone_ms.min()) - 2, 1.25 * systems.shared_ms.max())
     ax.set_ylabel("PIECEWISE less full graphs (ms a token)")
     ax.legend(loc="upper left", ncols=2)
     return plots.finding(fig, title, source)
@@ -139,15 +155,15 @@ def against_context(
         label="measured",
     )
     for row in steps.itertuples():
-        # Two near contexts leave no room for both their numbers.
-        if row.context_tokens == 3000:
-            continue
+        # Beside its neighbour 2,500 there is room to the right of 3,000 alone.
+        beside = row.context_tokens == 3000
         ax.annotate(
             number(row.median_ms, 0),
-            (row.context_tokens, row.p90_ms),
-            (0, 9),
+            (row.context_tokens, row.median_ms if beside else row.p90_ms),
+            (14, 0) if beside else (0, 9),
             textcoords="offset points",
-            ha="center",
+            ha="left" if beside else "center",
+            va="center" if beside else "bottom",
             weight="bold",
         )
     ax.set_xscale("log", base=2)
@@ -228,7 +244,8 @@ def delays(table: pd.DataFrame, slopes: pd.DataFrame, *, title: str, source: str
             return rows[same & (names == corner.reducer)].sort_values("launch_delay_us")
 
         rows, zero = pick(delay), pick(base)
-        name = "no DCP" if corner.reducer == "no DCP" else f"{corner.attention} + {corner.reducer}"
+        path = "study 1's gather" if corner.attention == "published" else corner.attention
+        name = "no DCP" if corner.reducer == "no DCP" else f"{path} + {corner.reducer}"
         launches = f"{corner.launches:,} launch" + ("" if corner.launches == 1 else "es")
         label = f"{name}, {MODE_NAMES[corner.mode]}: {launches}"
         for some, line, face in ((rows, "-", fill), (zero, "", "white")):
@@ -241,7 +258,9 @@ def delays(table: pd.DataFrame, slopes: pd.DataFrame, *, title: str, source: str
         last = rows.iloc[-1]
         text = f"+{corner.ms_per_us:.2f} ms a us"
         _right_of(ax, last.launch_delay_us, last.median_ms, text)
-    ax.set_xlim(-2, 42)
+    # Room for the slopes behind the last points.
+    ax.set_xlim(-2, 40)
+    ax.set_xticks(sorted({0.0, *delay.launch_delay_us}))
     ax.set_ylim(0, 1.5 * delay.p90_ms.max())
     ax.set_xlabel("host time added to every launch (us)")
     ax.set_ylabel("time per output token (ms)")
@@ -269,15 +288,18 @@ def shares(columns: Mapping[str, pd.DataFrame], *, title: str, source: str) -> F
             hollow = np.isnan(row.share)
             ax.bar(
                 at, 100 * middle, 0.9 * width, color="none" if hollow else PLAYER_COLORS[player],
-                edgecolor=PLAYER_COLORS[player], linewidth=2, alpha=1 - 0.17 * i,
+                edgecolor=plots.DARK_GREY if hollow else PLAYER_COLORS[player], linewidth=2,
+                alpha=1 - 0.17 * i,
             )  # fmt: skip
             ax.errorbar(
                 at, 100 * middle, yerr=[[100 * (middle - row.low)], [100 * (row.high - middle)]],
                 fmt="none", color=plots.BLACK, capsize=5,
             )  # fmt: skip
+            # Below the axes, where no bar reaches.
             ax.annotate(
-                f"{i + 1}", (at, 0), (0, -18), textcoords="offset points", ha="center",
-                color=plots.DARK_GREY, fontsize=plots.FONT - 1,
+                f"{i + 1}", (at, 0), (0, -18), xycoords=ax.get_xaxis_transform(),
+                textcoords="offset points", ha="center", color=plots.DARK_GREY,
+                fontsize=plots.FONT - 1,
             )  # fmt: skip
             ax.annotate(
                 number(100 * middle, 0), (at, 100 * row.high), (0, 5), weight="bold",
@@ -310,9 +332,8 @@ def study_parts(parts: pd.DataFrame, *, added_ms: float, title: str, source: str
         ax.vlines((row.low + row.high) / 2, place - 0.3, place + 0.3, color=plots.BLACK)
         low, high = 100 * row.low / added_ms, 100 * row.high / added_ms
         places = 1 if high < 1 else 0
-        ms = f"{number(row.low)} to {number(row.high)} ms"
-        share = f"{number(low, places)} to {number(high, places)} %"
-        _right_of(ax, row.high, place, f"{ms}: {share}")
+        text = f"{_span(row.low, row.high)} ms: {_span(low, high, places)} %"
+        _right_of(ax, row.high, place, text)
     ax.set_yticks(range(len(parts)), parts.index)
     ax.invert_yaxis()
     ax.set_xlim(min(0, 1.2 * parts.low.min()), 1.6 * parts.high.max())

@@ -259,11 +259,17 @@ def test_the_readme_quotes_the_headlines():
     """The README's answer has the numbers of data/headlines.json, rounded to what it shows."""
     told = json.loads((ROOT / "data" / "headlines.json").read_text())["numbers"]
     value_of = {line["name"]: line["value"] for line in told}
-    text = re.search(r"\*\*The verdict\.\*\* (.*)", (ROOT / "README.md").read_text())[1]
+    readme = (ROOT / "README.md").read_text()
+    text = re.search(r"\*\*The verdict\.\*\* (.*?)\n## ", readme, re.DOTALL)[1]
+    heavy, light = (f"two H200s, {part} dense part: PIECEWISE adds" for part in ("heavy", "light"))
+    served = "two H200s, vLLM, 16 x 2,000"
+    pages = "with pages read in place, PIECEWISE"
     h200, study1 = "of what DCP adds on two H200s", "study 1, of what DCP adds"
     for pattern, name in (
-        (r"PIECEWISE costs ([\d.]+) ms", "two H200s, heavy dense part: PIECEWISE adds without"),
-        (r"and (\d+) with DCP 2 and nothing", "two H200s, heavy dense part: PIECEWISE adds with "),
+        (r"PIECEWISE costs ([\d.]+) ms", f"{heavy} without"),
+        (r"and (\d+) with DCP 2 and nothing", f"{heavy} with "),
+        (r"below have, ([\d.]+) and", f"{light} without"),
+        (r"below have, [\d.]+ and (\d+) \(", f"{light} with "),
         (r"Study 1's (\d+) ms", "study 1: DCP 2 adds"),
         (r"(\d+) % goes with PIECEWISE", f"{h200}, share of PIECEWISE"),
         (r"PIECEWISE and (\d+) % with the gather", f"{h200}, share of the gather"),
@@ -272,15 +278,22 @@ def test_the_readme_quotes_the_headlines():
         (r"% and (\d+) to \d+ %, its bytes", f"{study1}: share of the gather and its sync, least"),
         (r"to (\d+) %, its bytes", f"{study1}: share of the gather and its sync, most"),
         (r"bytes at most ([\d.]+) %", f"{study1}: the gather's bytes"),
-        (r"remove it: (\d+) % alone", f"{h200}, full graphs alone"),
+        (r"leaves ([\d.]+)x the step", f"two H200s {pages}: over no DCP"),
+        (r"by the model, ([\d.]+)x to", f"study 1 {pages}: over no DCP, least"),
+        (r"by the model, [\d.]+x to ([\d.]+)x", f"study 1 {pages}: over no DCP, most"),
+        (r"remove it:\*\* (\d+) % alone", f"{h200}, full graphs alone"),
         (r"in place (\d+) % alone", f"{h200}, pages read in place alone"),
         (r"both (\d+) %", f"{h200}, both"),
         (r"a step takes ([\d.]+) ms", "two H200s, 16 x 2,500: DCP 2, full graphs, paged, direct"),
         (r"ms, ([\d.]+) without DCP", "two H200s, 16 x 2,500: without DCP"),
+        (r"gather under PIECEWISE takes (\d+) ms", f"{served}: DCP 2, study 1's gather"),
+        (r"direct exchange ([\d.]+), no DCP", f"{served}: DCP 2, full graphs, paged, direct"),
+        (r"same kernel ([\d.]+) \(", f"{served}: without DCP"),
         (r"median error of ([\d.]+) %", "model: median error"),
         (r"its worst, ([\d.]+) %", "model: worst error"),
-        (r"should take (\d+) to", "study 1 with pages read in place, PIECEWISE: least"),
-        (r"should take \d+ to (\d+) ms", "study 1 with pages read in place, PIECEWISE: most"),
+        (r"should take (\d+) to", f"study 1 {pages}: least"),
+        (r"should take \d+ to (\d+) ms", f"study 1 {pages}: most"),
+        (r"near (\d+) would prove", "study 1 with pages read in place, full graphs: most"),
     ):
         (value,) = (value for full, value in value_of.items() if full.startswith(name))
         said = re.search(pattern, text)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +14,7 @@ import yaml
 matplotlib.use("Agg")
 
 from figure_checks import cut_off, letters
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from test_verdict import trace
 
 from dcp_lab import plots_verdict
@@ -65,8 +67,53 @@ def test_what_hides_is_measured(account):
     assert alone.iloc[1] == pytest.approx(18.8367 - 17.7832)
     assert alone.iloc[2] == pytest.approx(19.26 - 6.21)
     assert alone.iloc[3] == pytest.approx(20.11 - 20.23)
-    assert account.hidden.shared_ms.iloc[1] == pytest.approx(66.0898 - 20.7916)
+    shared = account.hidden.iloc[1]
+    assert shared.shared_ms == pytest.approx(66.0898 - 20.7916)
+    assert shared.shared_low == pytest.approx(54.5731 - 20.8381)
+    assert shared.shared_high == pytest.approx(72.2552 - 20.7131)
     assert account.hidden.shared_ms.min() > 10 * alone.iloc[1]
+
+
+def test_study_1s_graph_mode_is_alone_without_a_gather(account):
+    """Both its steps with DCP read the pages in place: of the 63 ms the gather's is left out."""
+    row = account.hidden.iloc[3]
+    paged = {**verdict_study.AS_PUBLISHED, "attention": "paged"}
+    added = [s.ms(**paged) - s.ms(**{**paged, "mode": "full"}) for s in account.solved]
+    assert (row.shared_low, row.shared_high) == pytest.approx((min(added), max(added)))
+    assert row.basis == "modelled" and row.shared_high < 0.6 * account.added_ms
+
+
+def test_a_host_whose_calls_cost_the_same(account):
+    """Every call at one cost, and study 1's step with DCP as observed."""
+    for study in account.alike:
+        assert study.ms(**verdict_study.AS_PUBLISHED) == pytest.approx(account.shared_ms)
+        c = study.constants
+        assert c.launch_us == pytest.approx(c.collective_launch_us) == pytest.approx(c.sync_us)
+    assert account.lab_ms > account.library_ms > account.steps.ms[2]
+
+
+def test_engines_are_the_rows_that_all_have(account):
+    """Medians over windows by hand, at the contexts of every engine; one missing is told."""
+    table = tables.measured("engine_h200x2")
+    found = verdict_account.engine_steps(table)
+    tpot = table[(table.metric == "tpot") & (table.context_tokens == 8000)]
+    for name in verdict_account.ENGINES:
+        values = tpot[tpot.row == name].value
+        assert found.median_ms[name, 8000] == pytest.approx(values.median())
+        assert found.windows[name, 8000] == len(values)
+    assert 1000 not in found.index.get_level_values("context_tokens")
+    with pytest.raises(ValueError, match="expected rows of none_full.*none of ..fa_a2a_full"):
+        verdict_account.engine_steps(table[table.row != "fa_a2a_full"])
+
+
+def test_the_three_accounts_are_the_numbers(account):
+    """Cells are the account's shares and the published bounds, each once with its unit."""
+    floor = pd.DataFrame({"low_share": [0.004, 0.006], "high_share": [0.005, 0.0078]})
+    said = verdict_account.three_ways(account, STACK, floor=floor)
+    assert said["removed by pages in place alone"][:2] == ("61 %", "40 to 77 %")
+    assert said["from 2,500 to 3,000 tokens"][0].startswith("+16 ms")
+    assert said["PIECEWISE without DCP"][2] == "-0.1 ms"
+    assert said["the gather's bytes"][2] == "0.4 to 0.8 % if nothing hid them"
 
 
 def test_parts_and_gather_agree(account):
@@ -119,6 +166,27 @@ def test_figures_are_legible_and_whole(account):
         assert not cut_off(fig), name
         small = [text.get_text() for text in letters(fig) if text.get_fontsize() < 14]
         assert not small, name
+
+
+def test_no_bar_crosses_the_digits_of_the_shares(account):
+    """The digits lie below the axes, where no error bar reaches."""
+    fig = plots_verdict.shares(account.shares, title="A finding", source="Measured.")
+    FigureCanvasAgg(fig).draw()
+    ax = fig.axes[0]
+    bottom = ax.get_window_extent().y0
+    digits = [text for text in ax.texts if text.get_text() in ("1", "2", "3")]
+    assert len(digits) == 12
+    assert all(text.get_window_extent().y1 <= bottom for text in digits)
+
+
+def test_a_span_of_one_number_is_one_number(account):
+    """No "2 to 2 %": where both ends are written alike there is one."""
+    fig = plots_verdict.study_parts(account.parts, added_ms=63.12, title="A", source="B")
+    said = [text.get_text() for text in fig.axes[0].texts]
+    assert "1.2 to 1.4 ms: 2 %" in said
+    for text in said:
+        for low, high in re.findall(r"([\d.]+) to ([\d.]+)", text):
+            assert low != high
 
 
 def test_the_miss_is_written_into_its_figure(account):

@@ -59,8 +59,9 @@ def test_the_targets_against_two_h200s():
     (missed,) = first.missed().to_dict("records")
     corner = (missed["mode"], missed["attention"], missed["reducer"], missed["context_tokens"])
     assert corner == ("piecewise", "paged", "ag_rs", 32768)
-    # The same calls of the host took from 58 to 76 ms, and its own samples spread by 30 %.
-    assert missed["like_low_ms"] == missed["median_ms"] == pytest.approx(58.1, abs=0.05)
+    # Five other rows with its calls took from 62 to 76 ms, and its own samples spread by 30 %.
+    assert missed["median_ms"] == pytest.approx(58.1, abs=0.05) and missed["like_count"] == 5
+    assert missed["like_low_ms"] == pytest.approx(61.8, abs=0.05)
     assert missed["like_high_ms"] == pytest.approx(75.8, abs=0.05)
     assert missed["like_low_ms"] < missed["predicted_ms"] < missed["like_high_ms"]
     assert missed["spread"] == pytest.approx(0.30, abs=0.005)

@@ -18,11 +18,11 @@ from dcp_lab.analysis import (
 from dcp_lab.analysis.verdict_study import AS_PUBLISHED, NO_DCP, Study
 from dcp_lab.bench import costs, stack
 
-# One thing of the published step mended, then two, then the exchange too. The first two rows are
-# where the account begins and ends.
+# One thing of study 1's step mended, then two, then the exchange too. The first two rows are where
+# the account begins and ends.
 STEPS = {
     "no DCP, full graphs": {**NO_DCP, "mode": "full"},
-    "DCP 2 as published: gather, ag_rs, PIECEWISE": AS_PUBLISHED,
+    "DCP 2: study 1's gather, ag_rs, PIECEWISE": AS_PUBLISHED,
     "... with the pages read in place": {**AS_PUBLISHED, "attention": "paged"},
     "... with full graphs (no host sync)": {
         **AS_PUBLISHED,
@@ -57,8 +57,12 @@ class Account:
         shares: Account -> table of each player's share.
         times: The corners behind the measured shares, by dense part.
         model_shares: Each player's share in study 1 under each set of constants.
-        parts: Each part of study 1's added time: low, high, in ms.
+        part_sets: Each part of study 1's added time under each set of constants, in ms.
+        parts: Of each the least and the most.
         gather: All of the gather's parts together: low, high, in ms.
+        library_ms: The first H200 step of STEPS with DCP, by the model, if its gather were called
+            as a library's; lab_ms: as this lab calls it, which is what was measured.
+        alike: Study 1 if every call of its host cost the same, see verdict_study.brackets.
     """
 
     fit: verdict_fit.Fit
@@ -73,8 +77,12 @@ class Account:
     shares: dict[str, pd.DataFrame]
     times: dict[str, pd.DataFrame]
     model_shares: list[dict[str, float]]
+    part_sets: list[dict[str, float]]
     parts: pd.DataFrame
     gather: tuple[float, float]
+    library_ms: float
+    lab_ms: float
+    alike: list[Study]
 
     def removed(self, step: str, *, measured: bool) -> tuple[float, float]:
         """Return which share of what DCP adds is gone at a step of STEPS: low, high.
@@ -137,22 +145,32 @@ def hidden(
 ) -> pd.DataFrame:
     """Return what PIECEWISE adds without and with DCP, on the lab's stack, an engine and study 1.
 
-    With DCP the pages are read in place and nothing waits, but in study 1, where the gather is
-    what was published; its step under full graphs nobody ran, so there it is modelled.
+    With DCP the pages are read in place and nothing waits, everywhere. So nobody ran it in study
+    1, where it is modelled; without DCP it is published.
+
+    Returns:
+        Indexed by system: alone_ms, shared_ms, each with _low and _high: the 10th to 90th
+        percentiles of both steps at their worst, or the span of the model's sets; NaN where one
+        number a step was kept. basis: what shared_ms rests on.
     """
+    shared = {"dcp_size": 2, "attention": "paged", "reducer": "ag_rs"}
 
     def stack_of(dense: str) -> dict[str, object]:
-        def ms(corner: dict[str, object], mode: str) -> float:
-            return measured_step(table, {**corner, "mode": mode}, dense=dense).median_ms
-
-        shared = {"dcp_size": 2, "attention": "paged", "reducer": "ag_rs"}
-        added = [ms(c, "piecewise") - ms(c, "full") for c in (NO_DCP, shared)]
-        return {"alone_ms": added[0], "shared_ms": added[1], "basis": "measured"}
+        found: dict[str, object] = {"basis": "measured"}
+        for name, corner in (("alone", NO_DCP), ("shared", shared)):
+            full, piecewise = (
+                measured_step(table, {**corner, "mode": mode}, dense=dense)
+                for mode in ("full", "piecewise")
+            )
+            found[f"{name}_ms"] = piecewise.median_ms - full.median_ms
+            found[f"{name}_low"] = piecewise.p10_ms - full.p90_ms
+            found[f"{name}_high"] = piecewise.p90_ms - full.p10_ms
+        return found
 
     engine = attribution.engine_modes(vllm).tpot_ms
     tpot = attribution.metric(serve, attribution.MEAN_TPOT).loc[1]
-    full = STEPS[FULL]
-    modelled = [tpot.dcp2 - study.ms(**full) for study in solved]
+    modelled = [study.ms(**shared, mode="piecewise") - study.ms(**shared, mode="full")
+                for study in solved]  # fmt: skip
     found = {
         "H200 stack, light dense part": stack_of("light"),
         "H200 stack, heavy dense part": stack_of("heavy"),
@@ -161,13 +179,23 @@ def hidden(
             "shared_ms": engine[2, "a2a", "PIECEWISE"] - engine[2, "a2a", "FULL_AND_PIECEWISE"],
             "basis": "measured",
         },
-        "Study 1 (with DCP: modelled full graphs)": {
+        "Study 1 (with DCP: modelled)": {
             "alone_ms": tpot.dcp1_piecewise - tpot.dcp1_full,
             "shared_ms": (min(modelled) + max(modelled)) / 2,
-            "basis": "published less modelled",
+            "shared_low": min(modelled),
+            "shared_high": max(modelled),
+            "basis": "modelled",
         },
     }
-    return pd.DataFrame(found).T.astype({"alone_ms": float, "shared_ms": float})
+    rows = pd.DataFrame(found).T
+    return rows.astype({name: float for name in rows.columns if name != "basis"})
+
+
+def _called_ms(fit: verdict_fit.Fit, *, library: bool) -> float:
+    """Return study 1's step on two H200s by the model, its gather called in one of two ways."""
+    row = measured_step(fit.rows, AS_PUBLISHED)
+    constants = what_if.constants_of("H200", fitted=fit.constants, library=library)
+    return costs.predict_ms(stack.step_case(row.to_dict()), constants)
 
 
 @functools.cache
@@ -215,8 +243,12 @@ def account() -> Account:
         shares=shares,
         times=times,
         model_shares=model_shares,
+        part_sets=parts,
         parts=verdict_study.spans(parts),
         gather=(min(gathers), max(gathers)),
+        library_ms=_called_ms(fits[0], library=True),
+        lab_ms=_called_ms(fits[0], library=False),
+        alike=verdict_study.brackets(**observed, dcp_ms=added.dcp_ms, alike=True),
     )
 
 
@@ -267,3 +299,105 @@ def engine_check(fit: verdict_fit.Fit) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(found)
+
+
+# Rows of engine_h200x2 that the account is about, in its order, and what they are.
+ENGINES = {
+    "none_full": "no DCP, full graphs, FLASH_ATTN",
+    "none_ours_full": "no DCP, full graphs, this lab's kernel",
+    "gather_ag_rs_piecewise": "DCP 2: study 1's gather, ag_rs, PIECEWISE",
+    "fa_a2a_full": "DCP 2: full graphs, FLASH_ATTN, a2a",
+    "ours_a2a_full": "DCP 2: full graphs, this lab's kernel, a2a",
+    "ours_direct_full": "DCP 2: full graphs, this lab's kernel, direct",
+}
+
+
+def engine_steps(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the time per output token of ENGINES at the contexts that all of them have.
+
+    Args:
+        table: measured("engine_...").
+
+    Returns:
+        Indexed by (row, context_tokens) in the order of ENGINES: median_ms, low_ms, high_ms (least
+        and most of the windows), windows.
+
+    Raises:
+        ValueError: An engine is missing.
+    """
+    rows = table[(table.metric == "tpot") & table.row.isin(ENGINES)]
+    missing = [name for name in ENGINES if name not in set(rows.row)]
+    if missing:
+        raise ValueError(f"table: expected rows of {', '.join(ENGINES)}, none of {missing}")
+    found = rows.groupby(["row", "context_tokens"]).value.agg(["median", "min", "max", "count"])
+    found.columns = ["median_ms", "low_ms", "high_ms", "windows"]
+    seen = found.groupby("context_tokens").size()
+    found = found[found.index.isin(seen.index[seen == len(ENGINES)], level="context_tokens")]
+    return found.reindex(list(ENGINES), level="row")
+
+
+def three_ways(
+    account: Account, table: pd.DataFrame, *, floor: pd.DataFrame
+) -> dict[str, tuple[str, str, str]]:
+    """Return what two H200s, the model of study 1 and the published tables alone say, in words.
+
+    Args:
+        account: The account.
+        table: measured("stack_...").
+        floor: attribution.gather_floor of study 1's step.
+
+    Returns:
+        By question: measured, modelled, published.
+    """
+    serve = tables.published_serve()
+    growth = attribution.context_growth(serve)
+    study2 = 1 - 1 / attribution.graph_gain(tables.published_graph_modes()).ratio
+    short, long = attribution.added_time(serve).context_tokens
+    hidden_alone = [
+        study.ms(mode="piecewise", **NO_DCP) - account.alone_ms for study in account.solved
+    ]
+    grown = [study.at(long).ms(**AS_PUBLISHED) - account.shared_ms for study in account.solved]
+    near, far = (
+        measured_step(table, AS_PUBLISHED, context_tokens=tokens).median_ms
+        for tokens in (short, long)
+    )
+    alone = account.hidden.alone_ms
+    moved = account.parts.loc[verdict_study.BYTES] / account.added_ms
+
+    def removed(step: str) -> tuple[str, str]:
+        ((measured, _), modelled) = (account.removed(step, measured=m) for m in (True, False))
+        return f"{100 * measured:.0f} %", f"{_span(*(100 * share for share in modelled))} %"
+
+    return {
+        "PIECEWISE without DCP": (
+            f"{alone.iloc[0]:+.1f} ms light, {alone.iloc[1]:+.1f} heavy",
+            f"{_span(min(hidden_alone), max(hidden_alone), '+.1f')} ms",
+            f"{alone.iloc[3]:+.1f} ms",
+        ),
+        f"from {short:,.0f} to {long:,.0f} tokens": (
+            f"{far - near:+.0f} ms, as much as blocks drift; no growth to 8,192",
+            f"{_span(min(grown), max(grown), '+.1f')} ms",
+            f"{growth.change_ms:+.1f} ms, allowance {growth.allowance_ms:.1f}",
+        ),
+        "removed by pages in place alone": (
+            *removed(PAGED),
+            f"no bound: at most {100 * growth.share_high:.0f} % grows with the context",
+        ),
+        "removed by full graphs alone": (
+            *removed(FULL),
+            f"{100 * study2:.0f} % of study 2's whole step",
+        ),
+        "removed by both": (*removed(BOTH), "study 2: nothing was gathered"),
+        "the gather's bytes": (
+            "hidden",
+            f"{_span(100 * moved.low, 100 * moved.high, '.1f')} %",
+            f"{_span(100 * floor.low_share.min(), 100 * floor.high_share.max(), '.1f')} % "
+            "if nothing hid them",
+        ),
+    }
+
+
+def _span(low: float, high: float, form: str = ".0f") -> str:
+    # 0 has no sign, whatever it was rounded from.
+    ends = [format(value, form).replace("-0.0", "+0.0") for value in (low, high)]
+    return " to ".join(dict.fromkeys(ends))

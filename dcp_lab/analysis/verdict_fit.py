@@ -65,21 +65,23 @@ class Fit:
         """Return the unseen rows beyond MOST_ERROR, with what their own samples spread.
 
         Columns beside the row's: spread (p90 - p10, as a share of the median), like_low_ms and
-        like_high_ms (the same calls of the host at other contexts and dense parts, where the
-        host is the longer queue too: measured alike if nothing but the case counted).
+        like_high_ms (like_count other rows with the same calls of the host, at other contexts
+        and dense parts, where the host is the longer queue too: measured alike if nothing but the
+        case counted).
         """
         rows = self.unseen[self.unseen.error.abs() > MOST_ERROR].copy()
         rows["spread"] = (rows.p90_ms - rows.p10_ms) / rows.median_ms
-        bounds = [self._alike(row) for row in rows.to_dict("records")]
-        rows["like_low_ms"] = [low for low, _ in bounds]
-        rows["like_high_ms"] = [high for _, high in bounds]
+        others = [self._alike(index, row) for index, row in rows.iterrows()]
+        rows["like_count"] = [len(other) for other in others]
+        rows["like_low_ms"] = [other.min() for other in others]
+        rows["like_high_ms"] = [other.max() for other in others]
         return rows
 
-    def _alike(self, row: Mapping[str, object]) -> tuple[float, float]:
-        same = self.rows.host_bound
+    def _alike(self, index: int, row: Mapping[str, object]) -> pd.Series:
+        same = self.rows.host_bound & (self.rows.index != index)
         for name in _WORK:
             same &= self.rows[name].fillna("") == (row[name] if pd.notna(row[name]) else "")
-        return self.rows[same].median_ms.min(), self.rows[same].median_ms.max()
+        return self.rows[same].median_ms
 
     def paces(self) -> pd.Series:
         """Return, by block, the median of measured over predicted of the host-bound rows.

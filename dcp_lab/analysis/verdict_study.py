@@ -95,6 +95,10 @@ class Study:
         """Return the same with other requests."""
         return dataclasses.replace(self, context_tokens=context_tokens)
 
+    def paced(self, pace: float) -> Study:
+        """Return the same on a host whose every call takes pace times as long."""
+        return dataclasses.replace(self, constants=what_if.paced(self.constants, pace))
+
 
 NO_DCP = {"dcp_size": 1, "attention": "paged", "reducer": None}
 AS_PUBLISHED = {"dcp_size": 2, "attention": "published", "reducer": "ag_rs", "mode": "piecewise"}
@@ -130,23 +134,34 @@ def study1(
     if dcp_ms is None:
         return study
 
-    def at_pace(pace: float) -> Study:
-        return dataclasses.replace(study, constants=what_if.paced(constants, pace))
-
-    pace = solve(lambda p: at_pace(p).ms(**AS_PUBLISHED), dcp_ms, 0.01, 100)
-    return at_pace(pace)
+    pace = solve(lambda p: study.paced(p).ms(**AS_PUBLISHED), dcp_ms, 0.01, 100)
+    return study.paced(pace)
 
 
 def brackets(
-    *, alone_ms: float, context_tokens: float, dcp_ms: float | None = None
+    *,
+    alone_ms: float,
+    context_tokens: float,
+    dcp_ms: float | None = None,
+    alike: bool = False,
 ) -> list[Study]:
     """Return study 1 on every machine that it may have run on, with every set of constants.
 
     MI355X and MI300X, the gather called as a library's and as this lab's, and the constants fitted
     to either half of the H200s' steps: eight in all. They span the transfer's uncertainty as far
     as it is known; what an MI3xx's kernels and exchanges cost by themselves is not.
+
+    Args:
+        alone_ms, context_tokens, dcp_ms: As of study1.
+        alike: Whether every call of the host costs the same, a collective's as a small kernel's,
+            instead of standing to one another as the H200s' do.
     """
     fits = [verdict_fit.h200(swapped=swapped).constants for swapped in (False, True)]
+    if alike:
+        fits = [
+            dataclasses.replace(c, **dict.fromkeys(costs.HOST_CONSTANTS, c.launch_us))
+            for c in fits
+        ]
     return [
         study1(
             machine,
