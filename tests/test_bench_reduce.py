@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,41 @@ def test_half_a_vllm_is_an_absent_one(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "a_package_that_is_not_there" in vllm_reducers.absent()
+
+
+def test_vllm_functions_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of vLLM's ag_rs stands for itself: its context keeps the first call's binary.
+
+    Triton 3.6 refuses that binary's second launch, so a context may be used once.
+    """
+    used = []
+
+    def cp_lse_ag_out_rs(out, lse, cp_group, ctx=None, return_lse=False):
+        if ctx is not None and any(ctx is other for other in used):
+            raise TypeError("function takes exactly 27 arguments (24 given)")
+        used.append(ctx)
+        return out, lse
+
+    operations = "vllm.v1.attention.ops"
+    modules = {
+        f"{operations}.common": {
+            "cp_lse_ag_out_rs": cp_lse_ag_out_rs,
+            "CPTritonContext": type("CPTritonContext", (), {}),
+        },
+        f"{operations}.dcp_alltoall": {"dcp_a2a_lse_reduce": lambda *state, **_: state[:2]},
+    }
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**members))
+    monkeypatch.setattr(
+        vllm_reducers, "_Group", lambda group, device: types.SimpleNamespace(kind="torch")
+    )
+    functions, kind = vllm_reducers.make(None, torch.device("cpu"))
+    assert kind == "torch" and set(functions) == set(vllm_reducers.NAMES)
+    state = AttnState(torch.zeros(1, 2, 4), torch.zeros(1, 2))
+    for function in functions.values():
+        for _ in range(2):
+            assert function(state).out is state.out
+    assert len(used) == 2
 
 
 @pytest.mark.multigpu

@@ -86,16 +86,17 @@ def make(
     Each takes a state over all heads and returns this rank's heads, as the lab's reducers do.
     `ag_rs` multiplies the out that it is given in place: give it one that may change.
     """
-    from vllm.v1.attention.ops.common import CPTritonContext, cp_lse_ag_out_rs
+    from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
     from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
     coordinator = _Group(group, device)
-    context = CPTritonContext()
 
     def a2a(state: AttnState) -> AttnState:
         return AttnState(*dcp_a2a_lse_reduce(*state, coordinator, return_lse=True))
 
     def ag_rs(state: AttnState) -> AttnState:
-        return AttnState(*cp_lse_ag_out_rs(*state, coordinator, ctx=context, return_lse=True))
+        # Without a context, as vLLM's engine calls it: a CPTritonContext launches the binary of
+        # its first call again, which Triton 3.6 refuses ("takes exactly 27 arguments (24 given)").
+        return AttnState(*cp_lse_ag_out_rs(*state, coordinator, return_lse=True))
 
     return {"a2a": a2a, "ag_rs": ag_rs}, coordinator.kind
