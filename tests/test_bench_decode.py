@@ -195,6 +195,26 @@ def test_a_sweep_reads_shapes_alike(capsys):
     assert "shape: expected REQUESTSxTOKENS" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tile", ["64x4", "64x4x0", "axbxc"])
+def test_a_sweep_refuses_a_tile_that_is_none(tile, capsys):
+    """It says what a tile is, with status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(["--tile", tile])
+    assert stopped.value.code == 2
+    assert f"tile: expected TOKENSxWARPSxSTAGES, got {tile!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["1x1024", "16x2048:uneven", "mla:64x1024"])
+def test_a_sweep_times_what_it_was_asked_for(text):
+    """Each tile, slots and reduce is one config, with and without overlap, by a name of its own."""
+    shape = sweep.parse_any(text)
+    found = sweep.configs(shape, [(64, 4, 3)], (1, 2))
+    assert len(found) == len({*found.values()}) == (12 if shape.requests == 1 else 4)
+    assert {(c.block_n, c.num_warps, c.num_stages) for c in found.values()} == {(64, 4, 3)}
+    assert {c.slots_per_sm for c in found.values()} == {1, 2}
+    assert len(sweep.configs(shape)) == len(sweep.tiles_of(shape)) * 2 * len(found)
+
+
 def test_needs_a_gpu(capsys, monkeypatch):
     """Without a GPU the command says so and measures nothing; a dry run shows the grid."""
     monkeypatch.setattr(command, "INTERPRETED", True)

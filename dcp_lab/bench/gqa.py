@@ -178,14 +178,23 @@ def eager_fp8_weights(
 
 
 def make_layers(
-    shape: DecodeShape, *, dtype: torch.dtype, device: str = "cuda", seed: int = 0
+    shape: DecodeShape,
+    *,
+    dtype: torch.dtype,
+    device: str = "cuda",
+    seed: int = 0,
+    layers: int | None = None,
 ) -> Layers:
-    """Return random inputs: each page holds its K, then its V; pages lie in random order."""
+    """Return random inputs: each page holds its K, then its V; pages lie in random order.
+
+    Default layers: enough for a cold run.
+    """
     torch.manual_seed(seed)
     lens = shape.seq_lens()
     kv_dtype = protocol.fp8_dtype() if shape.fp8 else dtype
     token_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_dtype.itemsize
-    layers = protocol.num_layers(lens, shape.page_size, token_bytes, device)
+    if layers is None:
+        layers = protocol.num_layers(lens, shape.page_size, token_bytes, device)
     page = (2, shape.page_size, shape.num_kv_heads, shape.head_dim)
     kv, table = protocol.make_pages(
         layers, lens, page, shape.page_size, dtype=kv_dtype, device=device

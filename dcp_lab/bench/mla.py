@@ -17,7 +17,7 @@ from dcp_lab.bench.gqa import parse_tags
 from dcp_lab.bench.protocol import Variant, peer_variants, read_variant
 from dcp_lab.ops.checks import FP8_DTYPES
 from dcp_lab.ops.mla import mla_paged_decode
-from dcp_lab.ops.workspace import DecodeWorkspace
+from dcp_lab.ops.workspace import DecodeConfig, DecodeWorkspace
 from dcp_lab.peers import MLA_PEERS
 from dcp_lab.reference import eager_mla_decode, reference_mla_decode
 from dcp_lab.state import AttnState
@@ -108,13 +108,19 @@ class MlaLayers:
 
 
 def make_layers(
-    shape: MlaShape, *, dtype: torch.dtype, device: str = "cuda", seed: int = 0
+    shape: MlaShape,
+    *,
+    dtype: torch.dtype,
+    device: str = "cuda",
+    seed: int = 0,
+    layers: int | None = None,
 ) -> MlaLayers:
-    """Return random inputs; pages lie in random order."""
+    """Return random inputs; pages lie in random order. Default layers: enough for a cold run."""
     torch.manual_seed(seed)
     lens = shape.seq_lens()
     kv_dtype = protocol.fp8_dtype() if shape.fp8 else dtype
-    layers = protocol.num_layers(lens, PAGE_SIZE, HEAD_DIM * kv_dtype.itemsize, device)
+    if layers is None:
+        layers = protocol.num_layers(lens, PAGE_SIZE, HEAD_DIM * kv_dtype.itemsize, device)
     kv, table = protocol.make_pages(
         layers, lens, (PAGE_SIZE, HEAD_DIM), PAGE_SIZE, dtype=kv_dtype, device=device
     )
@@ -131,7 +137,7 @@ def make_layers(
     )
 
 
-def make_workspace(x: MlaLayers) -> DecodeWorkspace:
+def make_workspace(x: MlaLayers, config: DecodeConfig | None = None) -> DecodeWorkspace:
     """Return a workspace prepared for these lengths."""
     workspace = DecodeWorkspace(
         x.shape.requests,
@@ -142,15 +148,18 @@ def make_workspace(x: MlaLayers) -> DecodeWorkspace:
         # fp32 queries are multiplied as fp32 whatever the cache is.
         kv_dtype=x.q.dtype if x.q.dtype == torch.float32 else x.kv.dtype,
         max_seq_len=x.block_table.shape[1] * PAGE_SIZE,
+        config=config,
         device=x.kv.device,
     )
     workspace.prepare(x.seq_lens)
     return workspace
 
 
-def paged_variant(x: MlaLayers) -> Variant:
+def paged_variant(
+    x: MlaLayers, name: str = "planned", config: DecodeConfig | None = None
+) -> Variant:
     """Return mla_paged_decode on a prepared workspace."""
-    workspace = make_workspace(x)
+    workspace = make_workspace(x, config)
     one = torch.ones(1, device=x.kv.device)
     scale = {"kv_scale": one} if x.kv.dtype in FP8_DTYPES else {}
 
@@ -168,7 +177,7 @@ def paged_variant(x: MlaLayers) -> Variant:
             **scale,
         )
 
-    return Variant("mla_paged_decode", "planned", call)
+    return Variant("mla_paged_decode", name, call)
 
 
 def plan_variant(x: MlaLayers) -> Variant:
