@@ -460,6 +460,12 @@ def test_the_list_names_every_parameter_set(capsys):
         (["--vllm", "sh", "--host", "a" * 64 + ".invalid"], "host: expected an address of this"),
         (["--vllm", "sh", "--log", "."], "log: expected a file that can be written, got . (Is a"),
         (["--vllm", "sh", "--log", "/proc/nope/x"], "log: expected a file that can be written"),
+        # A wrong argument is told before a missing vLLM, which is status 1.
+        (["--vllm", "no-such-vllm", "--log", "."], "log: expected a file that can be written"),
+        (
+            ["--vllm", "no-such-vllm", "--log", f"{__file__}/x"],
+            "test_serving_server.py is no folder",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(capsys, monkeypatch, args, message):

@@ -232,6 +232,21 @@ def test_other_tokens_than_without_dcp_are_missed(
     )
 
 
+def test_tokens_of_bfloat16_do_not_count(tmp_path: Path):
+    """Rows of before tokens had engines of their own hold no target and miss none."""
+    wrong = {"tokens_same": 20, "tokens_tied": 0, "tokens_other": 16}
+    for counts in (SAME, wrong):
+        alone = tmp_path / f"alone_{counts['tokens_other']}.csv"
+        plain = rows_of("ours_a2a_full", 8.5, counts=None)
+        rounded = [*plain, *token_rows(plain, counts)]
+        assert states(write(alone, *good(ours_a2a_full=rounded))).count("not measured") == 2
+    # Beside rows of float16, from a later run too, they change nothing.
+    later = {"run": "2026-11-30T12:00:00Z", "counts": None}
+    plain = rows_of("ours_a2a_full", 8.5, (), **later)
+    path = write(tmp_path / "rows.csv", *good(), [*plain, *token_rows(plain, wrong)])
+    assert states(path) == ["holds"] * ALL
+
+
 def test_a_request_counts_until_its_first_difference():
     """What follows another token is another text; a tie is where the reference hardly prefers."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dcp_lab.serving import experiment
 from dcp_lab.serving.clients import ClientError
-from dcp_lab.serving.server import ServerError, check_timeout, serve
+from dcp_lab.serving.server import ServerError, check_log, check_timeout, serve
 from dcp_lab.serving.settings import SETTINGS, Setting, find_setting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +76,12 @@ def main(args: list[str] | None = None) -> int:
     try:
         setting = find_setting(options.setting)
         check_timeout("timeout", options.timeout)
+        log = options.log or ROOT / "build" / "serving" / f"{setting.name}.log"
+        check_log(log)
         if options.dry_run:
             print("\n".join(commands(setting, **changes)))
             return 0
         config = experiment.ready(setting, ROOT, **changes)
-        log = options.log or ROOT / "build" / "serving" / f"{setting.name}.log"
         print(config.shell_line(), flush=True)
         with serve(config, log=log, start_timeout_s=options.timeout) as server:
             print(f"vLLM {server.version} answers at {server.url} after {server.start_s:.0f} s")

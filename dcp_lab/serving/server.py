@@ -374,6 +374,7 @@ def serve(
     check_timeout("start_timeout_s", start_timeout_s)
     if not (_is_number(stop_timeout_s) and 0 <= stop_timeout_s < math.inf):
         raise ValueError(f"stop_timeout_s: expected finite seconds >= 0, got {stop_timeout_s!r}")
+    check_log(log)
     check(config)
     if config.port == 0:
         config = dataclasses.replace(config, port=free_port(config.host))
@@ -386,9 +387,7 @@ def serve(
             log.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(log.open("wb"))
         except OSError as error:
-            raise ValueError(
-                f"log: expected a file that can be written, got {log} ({error.strerror})"
-            ) from None
+            raise _no_log(log, error.strerror) from None
         start = time.monotonic()
         watch = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, str(stop_timeout_s), token, *config.command()],
@@ -420,6 +419,28 @@ def check_timeout(name: str, value: object) -> None:
     """
     if not (_is_number(value) and 0 < value < math.inf):  # type: ignore[operator]
         raise ValueError(f"{name}: expected finite seconds above 0, got {value!r}")
+
+
+def check_log(log: Path) -> None:
+    """Raise ValueError unless a log can be written; make and change nothing.
+
+    Args:
+        log: Its path. Folders that are missing above it can be made later.
+    """
+    if log.is_dir():
+        raise _no_log(log, os.strerror(errno.EISDIR))
+    there = log if log.exists() else next(up for up in log.absolute().parents if up.exists())
+    if there != log and not there.is_dir():
+        raise _no_log(log, f"{there} is no folder")
+    needed = os.W_OK if there == log else os.W_OK | os.X_OK
+    if not os.access(there, needed):
+        raise _no_log(log, os.strerror(errno.EACCES))
+
+
+def _no_log(log: Path, why: str | None) -> ValueError:
+    return ValueError(
+        f"log: expected a file that can be written, got {log} ({why}): give another path"
+    )
 
 
 def check(config: ServerConfig) -> None:
