@@ -275,6 +275,10 @@ class Stack:
             still read from memory. Default: 8.
         device: Default: the current GPU, the CPU under the interpreter.
         simulated: The group is in this process, see simulated_step: no collective is made.
+        without_peer: A group of one makes the corners with DCP too, and every collective, by the
+            backend's own calls. The host does what it does beside a peer; the GPU attends all
+            tokens with one rank's heads, and nothing arrives from elsewhere. For traces on one
+            GPU: no time of it is a time of DCP.
 
     Notes:
         Weights and tokens are random, the same in every process but for the rank's own part.
@@ -296,6 +300,7 @@ class Stack:
         expert_sets: int = 8,
         device: torch.device | str | None = None,
         simulated: bool = False,
+        without_peer: bool = False,
     ) -> None:
         check_positive_int("requests", requests)
         _one_of("dense", dense, DENSE)
@@ -309,7 +314,10 @@ class Stack:
         self.size = size if size is not None else dist.get_world_size(group) if grouped else 1
         if self.size > 1 and not grouped and not simulated:
             fail("size", "1 without a process group, or simulated=True", self.size)
-        self.group, self.simulated = group, simulated
+        if without_peer and not (grouped and self.size == 1):
+            fail("without_peer", "False unless in a process group of one", without_peer)
+        self.group, self.simulated, self.without_peer = group, simulated, without_peer
+        self._shared = self.size > 1 or without_peer
         self.tp_group = group if tp_group is None else tp_group
         self.dtype, self.page_size = dtype, check_positive_int("page_size", page_size)
         if device is None:
@@ -452,7 +460,7 @@ class Stack:
                 del self._parts[part]
         self.pages: dict[bool, Pages] = {}
         layouts = {False: self._lay_out(Shard(0, 1))}
-        if self.size > 1:
+        if self._shared:
             layouts[True] = self._lay_out(Shard(self.rank, self.size))
         for index in range(len(self.model.kv_layers)):
             key, value = self.tokens(index)
@@ -498,7 +506,7 @@ class Stack:
     # ---- the dense work --------------------------------------------------------------------
 
     def _all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        if self.size > 1 and not self.simulated:
+        if self._shared and not self.simulated:
             dist.all_reduce(partial, group=self.tp_group)
         return partial
 
@@ -584,7 +592,7 @@ class Stack:
 
     def _attention(self, corner: Corner) -> tuple[Callable[[], None], Callable[[int], None]]:
         """Return (prepare, attend): once a step, and once a KV layer; attend writes self.attn."""
-        if corner.dcp and self.size == 1:
+        if corner.dcp and not self._shared:
             fail("corner", "one without DCP in a group of 1", str(corner))
         if self.context is None:
             raise RuntimeError("step: no cached tokens yet; call load(context) first")
@@ -629,6 +637,9 @@ class Stack:
                 **common,
             ),
         )
+        if self.without_peer:
+            gather.exchange_alone()
+            reducer.exchange_alone()
         # Straight to where the next piece, or the merge, reads it.
         reducer.write_to(*(AttnState(*(p[0] for p in self._pair)) if published else self.attn))
         if not published:
@@ -1077,7 +1088,7 @@ COUNTED = dataclasses.replace(
 
 
 def count_on_rank(
-    rank: int, size: int, corners: Sequence[Corner], layers: int
+    rank: int, size: int, corners: Sequence[Corner], layers: int, **options: object
 ) -> list[dict[str, int]]:
     """Return count_calls of each corner for a step of so many layers, as one rank.
 
@@ -1088,10 +1099,11 @@ def count_on_rank(
         rank, size: Of the group.
         corners: What to count; not the direct reducer on a CPU.
         layers: Of the step.
+        options: More arguments of Stack.
     """
     counts = []
     for few in (1, 2):
-        stack = Stack(COUNTED, 2, num_layers=few, dtype=torch.float32)
+        stack = Stack(COUNTED, 2, num_layers=few, dtype=torch.float32, **options)
         stack.load(4)
         counts.append([stack.count_calls(corner) for corner in corners])
     return [

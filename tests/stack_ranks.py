@@ -6,7 +6,14 @@ import dataclasses
 
 import torch
 
-from dcp_lab.stack import KIMI_K3_LIKE, QWEN3_235B, Corner, Stack, StackModel
+from dcp_lab.stack import (
+    KIMI_K3_LIKE,
+    QWEN3_235B,
+    Corner,
+    Stack,
+    StackModel,
+    count_on_rank,
+)
 from dcp_lab.testing import assert_within_budget
 
 TINY = dataclasses.replace(
@@ -65,3 +72,9 @@ def run_corners(
         judge(stack, str(corner))
         found.append(stack.x.clone())
     return found
+
+
+def count_without_peer(rank: int, size: int, corners: tuple[Corner, ...]) -> list[dict[str, int]]:
+    """Return the calls of each corner in a group of one, its steps judged first."""
+    run_corners(rank, size, TINY, corners, {"without_peer": True})
+    return count_on_rank(rank, size, corners, 2, without_peer=True)

@@ -155,6 +155,35 @@ def test_two_ranks_write_rows(tmp_path: Path) -> None:
         record.validate(pd.DataFrame(broken), record.STACK, "broken")
 
 
+def test_a_group_of_one_makes_every_call(tmp_path: Path) -> None:
+    """Without a peer a step with DCP is right and makes the calls of a rank that has one."""
+    corners = (Corner("eager"), Corner("eager", reducer="a2a"))
+    (alone,) = run_ranks("stack_ranks:count_without_peer", 1, args=(corners,))
+    paired = run_ranks("dcp_lab.stack:count_on_rank", 2, args=(corners, 2))[0]
+    for mine, theirs in zip(alone, paired, strict=True):
+        assert mine["collectives"] == theirs["collectives"] > 0
+        assert mine == theirs
+    with pytest.raises(ValueError, match="without_peer: expected False unless in a process group"):
+        tiny(without_peer=True)
+
+
+def test_only_traces_writes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--only traces checks and profiles a few corners in each mode, and times none."""
+    (block,) = bench.blocks_traced(1)
+    assert {c.mode for c in block.corners} == {c.mode for c in block.corners if c.dcp}
+    assert "direct" not in {c.reducer for c in block.corners}
+    assert "direct" in {c.reducer for c in bench.blocks_traced(2)[0].corners}
+    built = []
+    monkeypatch.setattr(bench.Run, "prepare", lambda self, block: None)
+    monkeypatch.setattr(
+        bench.Run, "_build", lambda self, stack, wanted, profile: built.append(wanted) or ({},) * 3
+    )
+    monkeypatch.setattr(bench.Run, "_samples", lambda *_: pytest.fail("timed"))
+    run = bench.Run(time.time() + 60, None, 5, tmp_path / "none.csv", {})
+    run.measure(block)
+    assert built == list(block.corners) and run.rows == 0
+
+
 def test_out_of_time_measures_nothing(tmp_path: Path) -> None:
     """A run whose time is over starts no block and writes no row."""
     run = bench.Run(time.time(), None, 5, tmp_path / "none.csv", {})
@@ -168,6 +197,12 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "published + ag_rs, piecewise" in capsys.readouterr().out
     assert bench.main(["--repeats", "2"]) == 2
     assert "--repeats: expected at least 5, got 2" in capsys.readouterr().err
+    assert bench.main(["--dry-run", "--ranks", "1", "--only", "traces"]) == 0
+    assert "    paged + ag_rs, full\n" in capsys.readouterr().out
+    assert (
+        bench.main(["--only", "traces"]) == bench.main(["--only", "traces", "--only", "base"]) == 2
+    )
+    assert "--only traces: expected no other --only, and --traces FILE" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert bench.main([]) == 2
         assert "expected 2 GPUs" in capsys.readouterr().err

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
 import json
-import lzma
 import math
 
 import pytest
@@ -21,6 +21,7 @@ from dcp_lab.analysis import (
 )
 from dcp_lab.analysis.verdict_shares import EXCHANGE, GATHER, MODE, SYNC, shapley
 from dcp_lab.bench import costs
+from dcp_lab.bench.stack import write_traces
 
 FIT = verdict_fit.h200()
 STACK = tables.measured(verdict_fit.TABLE)
@@ -240,6 +241,7 @@ def trace(layers: int = 3) -> list[dict]:
         ):
             found.append(
                 {"cat": cat, "name": name, "ts": at + begin, "dur": us, "ph": "X", "args": {}}
+                | {"pid": 5, "tid": 7}
             )
     return found
 
@@ -254,21 +256,26 @@ def test_one_layer_is_the_middle_one():
 
 
 def test_traces_are_read_where_they_are(tmp_path):
-    """No file, no traces; a file is read, cut and shown; another file is refused."""
-    assert verdict_traces.read(tmp_path / "none.json.xz") == {}
-    file = tmp_path / "traces.json.xz"
+    """No file, no traces; what the bench wrote is read, cut and shown; another file is refused."""
+    assert verdict_traces.path(tmp_path) is None and verdict_traces.read(None) == {}
+    file = tmp_path / "traces_h200.json.gz"
     names = (verdict_traces.SHAPE + "no DCP, full", "another model: no DCP, full")
-    with lzma.open(file, "wt") as opened:
-        json.dump(dict.fromkeys(names, trace()), opened)
+    source = {"gpu": "NVIDIA H200"}
+    write_traces(file, {name: trace() for name in names}, source)
+    assert verdict_traces.path(tmp_path) == file
     traces = verdict_traces.read(file)
     assert list(traces) == ["no DCP, full"]
     layers = verdict_traces.shown(traces)
-    events = verdict_traces.perfetto(layers)["traceEvents"]
-    drawn = [e for e in events if e["ph"] == "X"]
-    assert {e["tid"] for e in drawn} == {0, 1} and max(e["ts"] + e["dur"] for e in drawn) == 95
-    with lzma.open(file, "wt") as opened:
-        json.dump([1], opened)
-    with pytest.raises(
-        ValueError, match=r"expected what bench stack --traces writes.*traces\.json"
-    ):
-        verdict_traces.read(file)
+    rows = [(e["row"], e["begin"], e["end"]) for e in layers["no DCP, full"]]
+    assert rows == [("GPU", 0, 40), ("exchange", 50, 80), ("host", 85, 95)]
+    whole = json.loads(gzip.decompress(file.read_bytes()))
+    assert whole["otherData"] == source
+    drawn = [e for e in whole["traceEvents"] if e["ph"] == "X"]
+    assert {(e["pid"], e["tid"]) for e in drawn} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert min(e["ts"] for e in drawn) == 0
+    # Two GPUs before one.
+    pair = tmp_path / "traces_h200x2.json.gz"
+    pair.write_bytes(gzip.compress(b"[1]"))
+    assert verdict_traces.path(tmp_path) == pair
+    with pytest.raises(ValueError, match=r"expected what bench stack --traces.*traces_h200x2"):
+        verdict_traces.read(pair)

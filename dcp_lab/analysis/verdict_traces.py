@@ -1,59 +1,77 @@
-"""A few layers of each step as the profiler saw them: read, cut to one layer, for Perfetto.
+"""A few layers of each step as the profiler saw them: read, and cut to one layer.
 
-`dcp-lab bench stack --traces FILE` keeps them: corner -> events of TRACED_LAYERS layers. Committed
-small as data/measured/NAME.json.xz.
+`dcp-lab bench stack --traces FILE` keeps them, of TRACED_LAYERS layers, for ui.perfetto.dev.
+Committed small as data/measured/traces_MACHINE.json.gz, with and without a second GPU.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
-import lzma
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dcp_lab.analysis import tables
-from dcp_lab.bench.stack import TRACED_LAYERS
+from dcp_lab.bench.stack import DEVICE, TRACED_LAYERS
 
-NAME = "traces_h200x2"
+# The first that is there is shown. On one GPU the exchanges have no peer.
+FILES = ("traces_h200x2.json.gz", "traces_h200.json.gz")
 SHAPE = "qwen3_235b_tp8, light, 16 x 2500: "
 # What the account is about; a corner's name as dcp_lab.stack.Corner says it.
 SHOWN = (
     "no DCP, full",
     "no DCP, piecewise",
     "published + ag_rs, piecewise",
+    "paged + ag_rs, eager",
     "paged + ag_rs, piecewise",
-    "paged + direct, full",
+    "paged + ag_rs, full",
 )
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _EXCHANGE = ("nccl", "_direct_")
 
 
-def path() -> Path:
-    """Return where the traces lie, whether they are there or not."""
-    return tables.data_dir() / "measured" / f"{NAME}.json.xz"
+def path(folder: Path | None = None) -> Path | None:
+    """Return where the traces lie, None where there are none.
+
+    Args:
+        folder: Default: data/measured.
+    """
+    folder = tables.data_dir() / "measured" if folder is None else folder
+    return next((folder / name for name in FILES if (folder / name).exists()), None)
 
 
-def read(file: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+def source(file: Path) -> str:
+    """Return what a figure says of where its traces come from."""
+    if "x2" in file.name:
+        return f"data/measured/{file.name}, two H200s"
+    return f"data/measured/{file.name}, one H200: an exchange's calls are made, to no peer"
+
+
+def read(file: Path | None) -> dict[str, list[dict[str, Any]]]:
     """Return corner -> events, of the shape that the notebook shows; empty without a file.
 
     Args:
-        file: Default: path().
+        file: path().
 
     Raises:
         ValueError: The file is there and holds something else.
     """
-    file = path() if file is None else file
-    if not file.exists():
+    if file is None:
         return {}
-    with lzma.open(file, "rt", encoding="utf-8") as opened:
-        traces = json.load(opened)
-    right = isinstance(traces, dict) and all(isinstance(t, list) for t in traces.values())
-    if not right:
+    with gzip.open(file, "rt", encoding="utf-8") as opened:
+        trace = json.load(opened)
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list):
         raise ValueError(
-            f"file: expected what bench stack --traces writes, name -> events, got {file.name}"
+            "file: expected what bench stack --traces writes, a trace for Perfetto, got "
+            f"{file.name}"
         )
-    return {name.removeprefix(SHAPE): t for name, t in traces.items() if name.startswith(SHAPE)}
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    return {
+        name.removeprefix(SHAPE): [e for e in events if e["pid"] == pid and e["ph"] == "X"]
+        for pid, name in names.items()
+        if name.startswith(SHAPE)
+    }
 
 
 def one_layer(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -68,7 +86,7 @@ def one_layer(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         ValueError: There is no kernel.
     """
-    kernels = sorted((e for e in events if e["cat"] in _DEVICE), key=lambda e: e["ts"])
+    kernels = sorted((e for e in events if e["cat"] in DEVICE), key=lambda e: e["ts"])
     if len(kernels) < TRACED_LAYERS:
         raise ValueError(f"events: expected kernels of {TRACED_LAYERS} layers, got {len(kernels)}")
     count = len(kernels) // TRACED_LAYERS
@@ -82,7 +100,7 @@ def one_layer(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         if stop <= begin or start >= end:
             continue
-        if event["cat"] not in _DEVICE:
+        if event["cat"] not in DEVICE:
             row = "host"
         else:
             row = "exchange" if any(w in event["name"].lower() for w in _EXCHANGE) else "GPU"
@@ -100,26 +118,3 @@ def one_layer(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def shown(traces: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     """Return one layer of each corner of SHOWN that was traced."""
     return {name: one_layer(traces[name]) for name in SHOWN if name in traces}
-
-
-def perfetto(layers: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return layers as one trace for ui.perfetto.dev: a process a corner, a thread a row."""
-    events: list[dict[str, Any]] = []
-    for pid, (name, layer) in enumerate(layers.items()):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
-        for tid, row in enumerate(("host", "GPU")):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
-            )
-        events += [
-            {
-                "ph": "X",
-                "name": event["name"],
-                "pid": pid,
-                "tid": 0 if event["row"] == "host" else 1,
-                "ts": event["begin"],
-                "dur": event["end"] - event["begin"],
-            }
-            for event in layer
-        ]
-    return {"traceEvents": events}

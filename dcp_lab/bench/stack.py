@@ -17,7 +17,9 @@ step is in it). Launches, GPU-busy time and communication kernels are from torch
 step. Communication kernels that wait for a peer are busy: comm_least_ms, the smallest of the
 ranks, holds less of that wait than comm_ms, the largest.
 
---traces also keeps a few layers of each profiled step, for Perfetto.
+--traces FILE also keeps a few layers of each profiled step, for ui.perfetto.dev. With --only
+traces nothing else is done: a few corners in each mode are checked and profiled, none is timed. On
+one GPU those with DCP make every call that they make beside a peer, and there is no peer.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import gzip
 import importlib
 import json
 import os
@@ -62,6 +65,10 @@ STEPS_A_SAMPLE = 3
 RESERVE_S = 4.0
 GRACE_S = 20.0
 TRACED_LAYERS = 3
+TRACES = "traces"
+# Of a trace's events, what the GPU did; and how much of a name is kept.
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+MOST_NAME = 120
 _WINDOW = "dcp_lab.bench.stack"
 _COMMUNICATION = ("nccl", "_direct_")
 
@@ -75,6 +82,7 @@ class Block:
         corners: In the order of importance.
         model, dense, requests, context: As of Stack; context counts the token being decoded.
         delays_us: Host time added a launch; each is measured. Default: none.
+        timed: Whether there are rows of it; else its steps are only checked and profiled.
     """
 
     name: str
@@ -84,6 +92,7 @@ class Block:
     requests: int = 16
     context: int = 2500
     delays_us: tuple[float, ...] = (0.0,)
+    timed: bool = True
 
     @property
     def stack(self) -> tuple[str, str, int]:
@@ -203,6 +212,20 @@ def blocks_alone() -> tuple[Block, ...]:
     )
 
 
+def blocks_traced(ranks: int) -> tuple[Block, ...]:
+    """Return what --only traces profiles: each mode without and with DCP, and with a gather."""
+    with_dcp = [corner("paged", "ag_rs", mode) for mode in ("full", "piecewise", "eager")]
+    # Written to a peer's memory: not without one.
+    direct = [corner("paged", "direct", mode) for mode in ("full", "piecewise")]
+    corners = (
+        *(Corner.no_dcp(mode) for mode in ("full", "piecewise", "eager")),
+        *with_dcp,
+        corner("published", "ag_rs", "piecewise"),
+        *(direct if ranks > 1 else ()),
+    )
+    return (Block(TRACES, corners, timed=False),)
+
+
 # ---- one corner ----------------------------------------------------------------------------
 
 
@@ -273,8 +296,7 @@ def read_profile(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return what one step cost, from the events of its trace."""
     launches = launches_in_trace(events, window=_WINDOW)
     device = [
-        e for e in events if e.get("ph") == "X" and e.get("cat") in
-        ("kernel", "gpu_memcpy", "gpu_memset")
+        e for e in events if e.get("ph") == "X" and e.get("cat") in DEVICE
     ]  # fmt: skip
     talking = [e for e in device if any(word in e["name"].lower() for word in _COMMUNICATION)]
     return {
@@ -312,8 +334,7 @@ def middle(events: Sequence[Mapping[str, Any]], layers: int) -> list[dict[str, A
         {key: e[key] for key in ("name", "cat", "ts", "dur", "pid", "tid", "ph")}
         | {"args": {"correlation": e.get("args", {}).get("correlation")}}
         for e in events
-        if e.get("ph") == "X"
-        and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver")
+        if e.get("ph") == "X" and e.get("cat") in (*DEVICE, "cuda_runtime", "cuda_driver")
     ]
     device = sorted((e for e in kept if e["cat"] in ("kernel", "gpu_memcpy")), key=_start)
     if not device:
@@ -447,7 +468,7 @@ class Run:
             # The first block also compiles.
             if self.rows:
                 self._slowest_build = max(self._slowest_build, time.time() - began)
-        if not steps:
+        if not steps or not block.timed:
             return
         for delay in block.delays_us:
             samples = self._samples(stack, steps, profiles, delay)
@@ -491,7 +512,7 @@ class Run:
         if stack.rank == 0 and self.traces is not None:
             name = f"{block.model}, {block.dense}, {block.requests} x {block.context}: "
             self._kept[name + str(step.corner)] = middle(events, stack.model.num_layers)
-            write_json(self.traces, self._kept)
+            write_traces(self.traces, self._kept, self.source)
         return found
 
     def _samples(
@@ -652,11 +673,37 @@ def step_case(row: Mapping[str, Any]) -> costs.StepCase:
     )
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a file that is either whole or not there."""
+def write_traces(
+    path: Path,
+    traces: Mapping[str, Sequence[Mapping[str, Any]]],
+    source: Mapping[str, object],
+) -> None:
+    """Write a file for ui.perfetto.dev, whole or not at all: a process a corner, times from 0.
+
+    Args:
+        path: Compressed if it ends in .gz.
+        traces: Name of a corner -> its events, see middle.
+        source: Provenance.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (name, kept) in enumerate(traces.items()):
+        begin = min(map(_start, kept), default=0.0)
+        rows: dict[tuple[bool, object], int] = {}
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        for event in sorted(kept, key=_start):
+            on_gpu = event["cat"] in DEVICE
+            tid = rows.setdefault((on_gpu, event["tid"]), len(rows))
+            found = {"ts": round(_start(event) - begin, 3), "pid": pid, "tid": tid}
+            events.append({**event, **found, "name": event["name"][:MOST_NAME]})
+        for (on_gpu, _), tid in rows.items():
+            row = {"name": "GPU" if on_gpu else "host"}
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": row})
     path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {"otherData": dict(source), "traceEvents": events}
+    text = json.dumps(whole, separators=(",", ":")).encode()
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(value, separators=(",", ":")))
+    # No time of writing in it: equal traces are equal files.
+    beside.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     os.replace(beside, path)
 
 
@@ -684,7 +731,8 @@ def measure_rank(
 def main(args: list[str] | None = None) -> int:
     """Measure and append rows; 1 when a corner was left out or nothing was measured."""
     begin = time.time()
-    names = list(dict.fromkeys(block.name for block in (*blocks(), *blocks_alone())))
+    every = (*blocks(), *blocks_alone(), *blocks_traced(2))
+    names = list(dict.fromkeys(block.name for block in every))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -694,7 +742,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7, help="samples of a corner (>= 5)")
     parser.add_argument("--only", action="append", choices=names, help="blocks to measure")
     parser.add_argument("--out", type=Path, help="CSV (default: in data/measured)")
-    parser.add_argument("--traces", type=Path, help="JSON file for a few layers of each step")
+    parser.add_argument("--traces", type=Path, help="JSON, or .json.gz, of a few layers a step")
     parser.add_argument("--dry-run", action="store_true", help="print the corners and stop")
     options = parser.parse_args(args)
     for name, least in (("ranks", 1), ("repeats", 5), ("seconds", 1), ("layers", 1)):
@@ -702,7 +750,19 @@ def main(args: list[str] | None = None) -> int:
         if given is not None and given < least:
             print(f"--{name}: expected at least {least}, got {given}", file=sys.stderr)
             return 2
+    only_traces = options.only == [TRACES]
+    if TRACES in (options.only or []) and not (
+        only_traces and (options.traces or options.dry_run)
+    ):
+        print(
+            "--only traces: expected no other --only, and --traces FILE, got "
+            f"{', '.join(options.only)} and {options.traces}",
+            file=sys.stderr,
+        )
+        return 2
     every = blocks() if options.ranks > 1 else blocks_alone()
+    if only_traces:
+        every = blocks_traced(options.ranks)
     plan = [block for block in every if not options.only or block.name in options.only]
     if options.dry_run:
         for block in plan:
@@ -730,6 +790,7 @@ def main(args: list[str] | None = None) -> int:
         "out": options.out or measured_path(f"stack_{machine}"),
         "source": source,
         "traces": options.traces,
+        "options": {"without_peer": True} if only_traces and options.ranks == 1 else {},
     }
     if "LOCAL_RANK" in os.environ:
         results = [_under_torchrun(plan, settings)]
@@ -749,7 +810,8 @@ def main(args: list[str] | None = None) -> int:
     if "LOCAL_RANK" not in os.environ:
         print(*said, sep="\n")
     print(f"{rows} rows; {len(problems)} corners left out", *problems, sep="\n")
-    return 1 if problems or not rows else 0
+    nothing = not (options.traces.exists() if only_traces else rows)
+    return 1 if problems or nothing else 0
 
 
 def _under_torchrun(

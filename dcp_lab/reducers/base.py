@@ -94,7 +94,8 @@ class Reducer(abc.ABC):
         self._buffers: list[torch.Tensor] = []
         self._out = self._buffer((max_tokens, self.heads_per_rank, head_dim), dtype)
         self._lse = self._buffer((max_tokens, self.heads_per_rank), torch.float32)
-        if self.size > 1:
+        self._exchanges = self.size > 1
+        if self._exchanges:
             self._allocate()
 
     def __call__(self, state: AttnState, *, out: torch.Tensor | None = None) -> AttnState:
@@ -119,7 +120,7 @@ class Reducer(abc.ABC):
         merged = AttnState(out, self._lse[:num_tokens])
         if num_tokens == 0:
             return merged
-        if self.size == 1:
+        if not self._exchanges:
             # Not the input itself: an empty row is cleaned and the result has one owner at any
             # size.
             launch_merge(outs=theirs[None], lses=lse[None], out=merged.out, lse=merged.lse)
@@ -149,6 +150,15 @@ class Reducer(abc.ABC):
         self._buffers = [b for b in self._buffers if id(b) not in mine] + [out, lse]
         self._out, self._lse = out, lse
 
+    def exchange_alone(self) -> None:
+        """Let a group of one make the calls of a larger one, which it can do without.
+
+        For traces on one GPU: the host's calls are the same, what a peer would do is missing.
+        """
+        if not self._exchanges:
+            self._allocate()
+            self._exchanges = True
+
     def memory_bytes(self) -> int:
         """Return the bytes of device memory this reducer holds, its result included.
 
@@ -158,11 +168,11 @@ class Reducer(abc.ABC):
 
     @abc.abstractmethod
     def _allocate(self) -> None:
-        """Make the exchange buffers, for a group of more than one rank."""
+        """Make the exchange buffers; not for a group of one, unless it exchanges alone."""
 
     @abc.abstractmethod
     def _reduce(self, out: torch.Tensor, lse: torch.Tensor, merged: AttnState) -> None:
-        """Exchange and merge T >= 1 tokens over at least two ranks, into merged."""
+        """Exchange and merge T >= 1 tokens, into merged."""
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a new buffer, counted by memory_bytes."""

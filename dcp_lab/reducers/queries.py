@@ -70,7 +70,8 @@ class QueryGather(abc.ABC):
         self.device = _check_device(device, self.group)
         self._buffers: list[torch.Tensor] = []
         self._gathered = self._buffer((max_tokens, self.size * num_q_heads_local, head_dim))
-        if self.size > 1:
+        self._exchanges = self.size > 1
+        if self._exchanges:
             self._allocate()
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
@@ -96,10 +97,16 @@ class QueryGather(abc.ABC):
         gathered = self._gathered[:num_tokens]
         if num_tokens == 0:
             return gathered
-        if self.size == 1:
+        if not self._exchanges:
             return gathered.copy_(q)
         self._gather(q, gathered)
         return gathered
+
+    def exchange_alone(self) -> None:
+        """Let a group of one make the calls of a larger one; see Reducer.exchange_alone."""
+        if not self._exchanges:
+            self._allocate()
+            self._exchanges = True
 
     def memory_bytes(self) -> int:
         """Return the bytes of device memory this gather holds, its result included."""
@@ -107,11 +114,11 @@ class QueryGather(abc.ABC):
 
     @abc.abstractmethod
     def _allocate(self) -> None:
-        """Make the exchange buffers, for a group of more than one rank."""
+        """Make the exchange buffers; not for a group of one, unless it exchanges alone."""
 
     @abc.abstractmethod
     def _gather(self, q: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Fill gathered with T >= 1 tokens of at least two ranks."""
+        """Fill gathered with T >= 1 tokens."""
 
     def _buffer(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new buffer, counted by memory_bytes."""
