@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dcp_lab import plots
+from dcp_lab.analysis.graph_steps import AT_TOKENS, LIMIT_US
 from dcp_lab.bench.costs import Work, queue_spans
 
 HOST, GPU = plots.YELLOW, plots.BLUE
@@ -77,7 +78,7 @@ def launches(counts: pd.DataFrame, layers: int) -> Figure:
         ax.bar_label(bars, [f"{n:,}" for n in values], padding=3, fontsize=plots.FONT)
     ax.set_yscale("log")
     ax.set_ylim(0.7, 30 * counts.max().max())
-    ax.set_xticks(range(len(counts)), [name.replace(", ", "\n") for name in counts.index])
+    ax.set_xticks(range(len(counts)), [name.replace(" + ", "\n+ ") for name in counts.index])
     ax.set_ylabel("launches from the host, a step")
     ax.legend(ncols=3, loc="upper center")
     least, most = counts.piecewise.min(), counts.piecewise.max()
@@ -89,34 +90,149 @@ def launches(counts: pd.DataFrame, layers: int) -> Figure:
     )
 
 
-def cost_of_a_launch(table: pd.DataFrame) -> Figure:
+def cost_of_a_launch(table: pd.DataFrame, *, source: str) -> Figure:
     """Draw what PIECEWISE adds to a layer, and to each of its launches.
 
     Args:
-        table: One row a case: added_us (a layer), launches (a layer), fill, source.
+        table: graph_steps.launch_costs(...).
+        source: Tables, machines and kinds of the rows.
     """
-    fig, axes = plots.figure(1, 2, size=(13, 7), sharey=True)
-    each = table.added_us / table.launches
+    colors = (plots.SKY, plots.GREEN, plots.VERMILION)
+    fills = dict(zip(table.basis.unique(), colors, strict=False))
+    fig, axes = plots.figure(1, 2, size=(15, 2.2 + 0.75 * len(table)), sharey=True)
     for ax, values, label in zip(
         axes,
-        (table.added_us, each),
-        ("added to a layer with KV, us", "the same for each launch, us"),
+        (table.added_us, table.each_us),
+        ("added to a layer with KV (us)", "the same for each launch (us)"),
         strict=True,
     ):
-        bars = ax.barh(range(len(table)), values, color=table.fill)
+        bars = ax.barh(range(len(table)), values, color=table.basis.map(fills))
         ax.bar_label(bars, [f"{v:,.0f}" for v in values], padding=4, fontweight="bold")
         ax.set_xlim(0, 1.25 * values.max())
+        ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set_xlabel(label)
         ax.grid(visible=False)
     axes[0].set_yticks(range(len(table)), table.index)
     axes[0].invert_yaxis()
-    handles = [
-        Patch(color=plots.SKY, label="measured, H200"),
-        Patch(color=plots.VERMILION, label="published, MI355X"),
-    ]
+    handles = [Patch(color=fill, label=basis) for basis, fill in fills.items()]
     axes[1].legend(handles=handles, loc="upper right")
-    return plots.finding(
-        fig,
-        "No single cost of a launch explains what PIECEWISE adds",
-        "Published: study 2. Measured: data/measured/vllm_h200_dcp.csv. Launches: counted here.",
-    )
+    low, high = table.each_us.min(), table.each_us.max()
+    title = "No single cost of a launch explains what PIECEWISE adds: it would be "
+    return plots.finding(fig, f"{title}{low:,.0f} to {high:,.0f} us", source)
+
+
+def step_queues(steps: pd.DataFrame, *, source: str) -> Figure:
+    """Draw how long the host's and the GPU's queue of each step is, and the step itself.
+
+    Args:
+        steps: graph_steps.queues(...).
+        source: Table, machine, n and spread.
+
+    Raises:
+        ValueError: There is no step.
+    """
+    if steps.empty:
+        raise ValueError("steps: expected a row a path and mode, got none")
+    fig, ax = plots.figure(size=(14, 2.4 + 0.48 * len(steps)))
+    rows = range(len(steps))
+    for row, step in zip(rows, steps.itertuples(), strict=True):
+        comm = (step.work_ms, step.work_ms + step.comm_ms)
+        ax.plot(comm, (row, row), color=GPU, linewidth=3, alpha=0.45)
+    spread = [steps.median_ms - steps.p10_ms, steps.p90_ms - steps.median_ms]
+    ax.errorbar(
+        steps.median_ms, rows, xerr=spread, fmt="|", color=plots.BLACK, markersize=22,
+        markeredgewidth=3, capsize=5, label="the step",
+    )  # fmt: skip
+    ax.plot(
+        steps.host_ms, rows, "s", color=HOST, markeredgecolor=plots.BLACK, markersize=11,
+        label="host: until its last launch returned",
+    )  # fmt: skip
+    ax.plot(
+        steps.work_ms, rows, "o", color=GPU, markersize=11,
+        label="GPU: its own work (line: and communication, waits included)",
+    )  # fmt: skip
+    for row, ms in zip(rows, steps.p90_ms, strict=True):
+        text = plots.number(steps.median_ms.iloc[row])
+        ax.annotate(
+            text, (ms, row), (9, 0), textcoords="offset points", va="center", weight="bold"
+        )
+    ax.set_xscale("log")
+    ticks = [
+        tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick < 2 * steps.p90_ms.max()
+    ]
+    ax.set_xticks(ticks, [str(tick) for tick in ticks])
+    ax.minorticks_off()
+    least = min(steps.host_ms.min(), steps.work_ms.min())
+    ax.set_xlim(0.8 * least, 1.6 * steps.p90_ms.max())
+    ax.set_xlabel("ms a step (log scale)")
+    ax.set_yticks(rows, [f"{path}, {_MODE[mode]}" for path, mode in steps.index])
+    ax.set_ylim(len(steps) - 0.4, -2.9)
+    ax.grid(axis="x")
+    ax.legend(loc="upper left")
+    return plots.finding(fig, _longer_queue(steps), source)
+
+
+_MODE = {"eager": "eager", "piecewise": "PIECEWISE", "full": "full graph"}
+
+
+def _longer_queue(steps: pd.DataFrame) -> str:
+    """Return which queue a step is as long as, in words, as far as the rows show it."""
+    share = (steps.host_ms / steps.median_ms).groupby(level="mode")
+    least, most = share.min(), share.max()
+    launched = [_MODE[mode] for mode in ("eager", "piecewise") if least.get(mode, 0) > 0.9]
+    if not launched or most.get("full", 1) > 0.5:
+        return "Both queues of a step, and the step"
+    return (
+        f"{' and '.join(launched).capitalize().replace('piecewise', 'PIECEWISE')}: a step is as "
+        f"long as the host's queue; in a full graph the host needs {most.full:.0%} of it at most"
+    ).replace("%", " %")
+
+
+_FORMS = ("o-", "D-", "s-", "^-")
+
+
+def added_to_a_layer(stack: pd.DataFrame, engines: pd.DataFrame, *, source: str) -> Figure:
+    """Draw what DCP adds to a layer in full graphs over context: the lab's stack, vLLM engines.
+
+    Args:
+        stack: graph_steps.added(...); its light dense part is drawn, which the target is of.
+        engines: graph_steps.engine_added(...).
+        source: Tables, machine, n and spread.
+
+    Raises:
+        ValueError: There is no row.
+    """
+    if stack.empty and engines.empty:
+        raise ValueError("stack, engines: expected a row, got none")
+    stack = stack[stack.dense == "light"].assign(line=stack.reducer)
+    engines = engines.assign(line=engines.pair)
+    fig, axes = plots.figure(1, 2, size=(16, 9), sharey=True)
+    for ax, table, name in zip(axes, (stack, engines), ("The lab's stack", "vLLM"), strict=True):
+        for form, (line, rows) in zip(_FORMS, table.groupby("line", sort=False), strict=False):
+            spread = [rows.us - rows.low_us, rows.high_us - rows.us]
+            ax.errorbar(
+                rows.context_tokens, rows.us, yerr=spread, fmt=form, linewidth=2.5,
+                color=plots.color(rows.reducer.iloc[0]), markersize=11, capsize=5, label=line,
+            )  # fmt: skip
+        ax.axhline(0, color=plots.BLACK, linewidth=1.5)
+        ax.plot(
+            AT_TOKENS, LIMIT_US, "*", color=plots.SKY, markersize=22, markeredgecolor=plots.BLACK,
+            label=f"target: at most {LIMIT_US:g} us at {AT_TOKENS:,}",
+        )  # fmt: skip
+        ax.set_xscale("log", base=2)
+        ticks = [1000, 2000, 4000, 8000, 16000, 32000]
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        ax.minorticks_off()
+        ax.set_xlabel("tokens of each request (log scale)")
+        ax.set_title(f"{name}, 16 requests", loc="left", fontsize=plots.FONT + 1)
+        ax.legend(loc="lower left")
+    axes[0].set_ylabel("DCP 2 adds to a layer (us); below 0 it is faster")
+    return plots.finding(fig, _adds(pd.concat([stack, engines])), source)
+
+
+def _adds(table: pd.DataFrame) -> str:
+    """Return what DCP adds at most, by direct and by collectives."""
+    most = table.us.groupby(table.reducer == "direct").max()
+    said = {True: "direct", False: "collectives"}
+    parts = [f"{word} {most[own]:.1f} us" for own, word in said.items() if own in most.index]
+    return f"In a full graph DCP adds to a layer at most: {', '.join(parts)}"
