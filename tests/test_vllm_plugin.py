@@ -445,7 +445,9 @@ def test_long_prefills_go_through_the_reducer_in_pieces():
     ("version", "status"),
     [
         ("0.32.0+cpu", r"run \S+ on 2 CPU cores"),
+        ("0.25.1", r"run \S+ on two H200s"),
         ("0.33.0", r"checked \S+ against its code, never run"),
+        ("0.23.0", r"checked \S+ against its code, never run"),
         ("0.29.0", "neither run nor checked; 0.23.0, 0.25.1"),
         ("main", "neither run nor checked"),
     ],
@@ -457,3 +459,27 @@ def test_what_was_run_is_told_from_what_was_checked(version: str, status: str):
     from dcp_lab.vllm_plugin.record import status_of
 
     assert re.match(status, status_of(version))
+
+
+def test_what_was_run_on_a_gpu_has_its_rows():
+    """A release is called run on a GPU where a table has rows of it with this backend."""
+    from dcp_lab.analysis import tables
+    from dcp_lab.vllm_plugin.record import releases
+
+    runs = [(v, run) for v, entry in releases().items() for run in entry.get("run", [])]
+    on_gpus = [(version, run) for version, run in runs if "CPU" not in run["machine"]]
+    assert on_gpus
+    for version, run in on_gpus:
+        rows = tables.measured(run["rows"])
+        ours = rows[(rows.attention_backend == "CUSTOM") & (rows.vllm == version)]
+        words = run["what"]
+        named = {word for word in ("direct", "a2a", "ag_rs") if word in words}
+        assert named and named <= set(ours.reducer.dropna())
+        assert run["date"] in set(ours.date_utc.str[:10])
+        assert f"{ours.num_layers.max()} layers" in words
+    # And the table of the plugin's README says the same of each release.
+    package = Path(__file__).resolve().parents[1] / "dcp_lab"
+    readme = (package / "vllm_plugin" / "README.md").read_text()
+    for version, entry in releases().items():
+        (line,) = re.findall(rf"^\| {re.escape(version)} \| (.*) \|$", readme, re.M)
+        assert line.startswith("run" if "run" in entry else "checked")

@@ -6,6 +6,7 @@ checkout; the environment variable DCP_LAB_DATA names it elsewhere.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -313,6 +314,11 @@ def measured_probe() -> pd.DataFrame:
 def compiled_amd_kernels() -> pd.DataFrame:
     """Return what every kernel uses on gfx942 and gfx950, one row a build (nothing was run)."""
     return record.read_table(data_dir() / "compiled" / "amd_kernels.csv", AMD_KERNELS)
+
+
+def headline_numbers() -> list[dict]:
+    """Return the headline numbers that the README quotes, from data/headlines.json."""
+    return json.loads((data_dir() / "headlines.json").read_text(encoding="utf-8"))["numbers"]
 
 
 def _published(name: str) -> pd.DataFrame:

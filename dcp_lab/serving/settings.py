@@ -228,6 +228,20 @@ _ALL = (
         TWO_GPU_LOAD,
     ),
     _small(
+        "two_gpus_a2a",
+        "The same with a2a, which ROCm's full-graph gate lets through: the first try on AMD.",
+        "2 GPUs",
+        _dcp(
+            TWO_GPU_SERVER,
+            "a2a",
+            "FULL_AND_PIECEWISE",
+            attention_path="paged",
+            reducer="a2a",
+            rocm_full_graph_gate="a2a",
+        ),
+        TWO_GPU_LOAD,
+    ),
+    _small(
         "two_gpus_gather",
         "The same with DCP 2 as published: gather, ag_rs, PIECEWISE.",
         "2 GPUs",

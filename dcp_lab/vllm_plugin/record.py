@@ -13,9 +13,11 @@ RECORD = Path(__file__).with_name("versions.json")
 def releases() -> dict[str, dict[str, Any]]:
     """Return release -> what is on record of it, oldest first.
 
-    'run' lists engines that served a model with this backend (date, machine, what), entered by
-    hand once tests/test_vllm_cpu_engine.py has passed; 'checked' the checks that the release's own
-    code passed without an engine (date, checks), which tools/check_vllm_versions.py enters.
+    'run' lists engines that served a model with this backend (date, machine, what, and of a GPU
+    the table under data/measured that has its rows), entered by hand once
+    tests/test_vllm_cpu_engine.py has passed or the rows are there; 'checked' the checks that the
+    release's own code passed without an engine (date, checks), which tools/check_vllm_versions.py
+    enters.
     """
     return json.loads(RECORD.read_text())
 

@@ -1,0 +1,147 @@
+"""Engines of vLLM, read: medians and ratios by hand, and nothing held together across runs."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from figure_checks import cut_off, letters
+
+from dcp_lab import plots_serving
+from dcp_lab.analysis import engines, tables
+from dcp_lab.bench import serve
+
+
+@pytest.fixture(scope="module")
+def table() -> pd.DataFrame:
+    return tables.measured(engines.TABLE)
+
+
+def values(table: pd.DataFrame, run: str, row: str, metric: str, context: int) -> pd.Series:
+    same = (table.run == run) & (table.row == row) & (table.metric == metric)
+    return table[same & (table.context_tokens == context)].value
+
+
+def test_every_row_of_the_bench_has_a_name():
+    """A configuration that is added to `bench serve` gets its words here."""
+    assert set(engines.NAMES) == set(serve.ROWS)
+    assert len(set(engines.NAMES.values())) == len(engines.NAMES)
+
+
+@pytest.mark.parametrize("metric", ["tpot", "ttft"])
+def test_times_are_medians_beside_those_of_their_own_run(table: pd.DataFrame, metric: str):
+    """Median, least and most of the samples; a ratio has both of its times in one run."""
+    found = engines.times(table, metric)
+    for (run, row, context), line in found.iterrows():
+        own = values(table, run, row, metric, context)
+        assert (line.median_ms, line.least_ms) == (own.median(), own.min())
+        assert (line.most_ms, line.samples) == (own.max(), len(own))
+        for column, other in (("over_none", engines.NO_DCP), ("over_theirs", engines.THEIRS)):
+            base = values(table, run, other, metric, context)
+            if base.empty:
+                assert pd.isna(line[column])
+            else:
+                assert line[column] == pytest.approx(own.median() / base.median())
+    assert found.over_theirs.isna().any() and found.over_theirs.notna().any()
+
+
+def test_other_settings_in_a_run_are_not_held_together(table: pd.DataFrame):
+    """An engine without DCP of another commit or length is nobody's yardstick."""
+    changed = table.copy()
+    changed.loc[changed.row == engines.NO_DCP, "max_model_len"] += 1
+    found = engines.times(changed).over_none
+    assert set(found.dropna().index.get_level_values("row")) == {engines.NO_DCP}
+
+
+def test_engines_of_few_layers_are_left_out(table: pd.DataFrame):
+    """A development run of fewer layers is in no reading."""
+    short = table.assign(num_layers=8)
+    assert engines.times(short).empty
+    assert engines.not_measured(short)[0] == f"{engines.NAMES['none_full']}: at no context"
+
+
+def test_what_an_engine_takes_is_its_own_numbers(table: pd.DataFrame):
+    """Start, graphs and KV cache as the rows have them; the order is that of the run."""
+    found = engines.engines(table)
+    for (run, row), line in found.iterrows():
+        rows = table[(table.run == run) & (table.row == row)].set_index("metric").value
+        assert line.start_s == rows["start"] and line.kv_tokens == rows["kv_cache_capacity"]
+        assert line.graph_gib == rows["graph_memory"]
+    for run, lines in found.groupby("run"):
+        ended = table[table.run == run].groupby("row").date_utc.min().sort_values()
+        assert list(lines.xs(run).sort_values("place").index) == list(ended.index)
+        assert sorted(lines.place) == list(range(1, len(lines) + 1))
+    run = engines.widest_run(engines.times(table))
+    kv = found.loc[run].kv_tokens
+    assert found.loc[run].kv_over_none["ours_direct_full"] == pytest.approx(
+        kv["ours_direct_full"] / kv[engines.NO_DCP]
+    )
+
+
+def test_tokens_are_counted_as_the_rows_do(table: pd.DataFrame):
+    """A share over all compared positions; without such rows there is an empty table."""
+    found = engines.tokens(table)
+    line = found.xs("ours_direct_full", level="row").iloc[0]
+    assert line.same_share == line.same / (line.same + line.tied + line.other)
+    assert engines.tokens(table[table.metric == "tpot"]).empty
+
+
+def test_verdicts_are_the_gates(table: pd.DataFrame):
+    """State by state what `dcp-lab bench serve --gate` prints."""
+    found = engines.judged(table)
+    assert list(found.verdict) == [verdict.state for verdict in serve.verdicts(table)]
+    for line, verdict in zip(found.itertuples(), serve.verdicts(table), strict=True):
+        assert line.target == verdict.target
+        assert bool(line.measured) == (verdict.value is not None)
+
+
+def test_what_was_not_measured_is_named(table: pd.DataFrame):
+    """Each configuration without a row, each context without one, tokens without float16."""
+    whole = table[table.row == engines.NO_DCP]
+    whole = whole[whole.metric == "tpot"]
+    said = engines.not_measured(whole)
+    assert not any(engines.NAMES[engines.NO_DCP] == line.split(": not")[0] for line in said)
+    assert f"{engines.NAMES['mla_a2a_full']}: at no context" in said
+    assert f"{engines.NAMES['ours_a2a_full']}: tokens in float16" in said
+    fewer = whole[whole.context_tokens != 32000]
+    assert f"{engines.NAMES[engines.NO_DCP]}: not at 32,000 tokens" in engines.not_measured(fewer)
+
+
+def test_the_run_that_is_drawn_is_the_one_with_most(table: pd.DataFrame):
+    """Most engines and contexts beside no DCP; without one the reader is told."""
+    found = engines.times(table)
+    counts = found.over_none.dropna().groupby("run").size()
+    assert counts[engines.widest_run(found)] == counts.max()
+    with pytest.raises(ValueError, match="expected a run with 'none_full'"):
+        engines.widest_run(engines.times(table[table.row != engines.NO_DCP]))
+
+
+def test_what_is_expected_is_published_or_modelled():
+    """Every set for eight MI355X has a number of a study or of notebook 06, never both."""
+    from dcp_lab.serving.settings import SETTINGS
+
+    found = engines.expected(tables.headline_numbers())
+    assert set(found.index) == {s.name for s in SETTINGS.values() if s.machine == "8 MI355X"}
+    assert ((found.published_ms == "") != (found.modelled_ms == "")).all()
+
+
+@pytest.mark.parametrize("name", ["over_context", "at_one_context"])
+def test_figures_say_their_finding_their_machine_and_their_units(table: pd.DataFrame, name: str):
+    """The title has the ratios of the rows; nothing is small or cut off."""
+    found = engines.times(table)
+    source = "engine_h200x2.csv"
+    if name == "over_context":
+        fig = plots_serving.over_context(found, source=source)
+        ours = found.loc[engines.widest_run(found)].over_none["ours_direct_full"]
+        said = (f"{ours[2000]:.2f}x the time of no DCP at 2,000", f"{ours[32000]:.2f}x at 32,000")
+    else:
+        fig = plots_serving.at_one_context(found, 2000, source=source)
+        rows = found.xs(2000, level="context_tokens").over_none
+        gather = rows.xs("gather_ag_rs_piecewise", level="row").iloc[-1]
+        said = (f"{gather:.1f}x the time of no DCP", "pages read in place")
+        assert len(fig.axes[0].patches) == len(rows)
+    title = " ".join(fig.get_suptitle().split())
+    assert [text for text in said if text not in title] == []
+    assert "H200, not MI355X" in " ".join(fig.get_supxlabel().split())
+    assert any("(ms" in ax.get_xlabel() + ax.get_ylabel() for ax in fig.axes)
+    assert not cut_off(fig)
+    assert min(text.get_fontsize() for text in letters(fig)) >= 14
