@@ -119,20 +119,25 @@ def test_what_has_no_row_is_named():
 
 def test_launches_between_pieces():
     """What is no graph, by layer; what is launched once a step does not count."""
-    steps = graph_steps.queues(plain(*three_modes("no DCP", "paged + a2a")), **SHAPE)
+    # 10 layers and 11 graphs; 9 launches are of the step.
+    rows = [
+        row("no DCP", "piecewise", 20.0, kernel_launches=39),
+        row("paged + a2a", "piecewise", 20.0, kernel_launches=79, copies=10),
+    ]
+    steps = graph_steps.queues(plain(*rows), **SHAPE)
     between = graph_steps.between_pieces(steps, LAYERS)
-    # 31 launches and 11 graphs over 10 layers.
-    assert between.to_dict() == {"no DCP": 3, "paged + a2a": 3}
+    assert between.to_dict() == {"no DCP": 3, "paged + a2a": 8}
 
 
 # ---- what a launch costs, and vLLM beside the stack ------------------------------------------
 
 
 def vllm_rows() -> pd.DataFrame:
-    """An engine of 10 layers: 5 and 9 ms without DCP, 6 and 25 with a2a."""
+    """An engine of 10 layers: 5 and 9 ms without DCP, 6 and 25 with a2a, 30 with ag_rs."""
     found = [
         (1, None, "FULL_AND_PIECEWISE", 5.0), (1, None, "PIECEWISE", 9.0),
         (2, "a2a", "FULL_AND_PIECEWISE", 6.0), (2, "a2a", "PIECEWISE", 25.0),
+        (2, "ag_rs", "PIECEWISE", 30.0),
     ]  # fmt: skip
     columns = ["dcp_size", "dcp_comm_backend", "cudagraph_mode", "value"]
     return pd.DataFrame(found, columns=columns).assign(
