@@ -343,39 +343,65 @@ def study_parts(parts: pd.DataFrame, *, added_ms: float, title: str, source: str
     return plots.finding(fig, title, source)
 
 
-def gain(steps: pd.DataFrame, *, title: str, source: str) -> Figure:
-    """Draw full-graph steps over context, without DCP and with each exchange.
+def gain(
+    stack: pd.DataFrame, served: pd.DataFrame, *, names: Mapping[str, str], title: str, source: str
+) -> Figure:
+    """Draw full-graph steps over context, without DCP and with each exchange: stack and engine.
 
     Args:
-        steps: verdict_gain.full_steps(...).
+        stack: verdict_gain.full_steps(...).
+        served: verdict_gain.served_steps(...).
+        names: Row of served -> what the figure calls it.
         title: The finding.
         source: What the numbers rest on.
     """
-    fig, ax = plots.figure(size=(13, 7))
-    fills = {"no DCP": plots.BLUE, "ag_rs": plots.DARK_GREY, "direct": plots.GREEN}
-    contexts = sorted(steps.loc["no DCP"].index)
-    for name, fill in fills.items():
-        rows = steps.loc[name]
-        spread = [rows.median_ms - rows.p10_ms, rows.p90_ms - rows.median_ms]
+    fig, (left, right) = plots.figure(1, 2, size=(16, 8), sharey=True)
+    fills = {
+        "no DCP": plots.BLUE,
+        "DCP 2, ag_rs": plots.DARK_GREY,
+        "DCP 2, direct": plots.GREEN,
+        "DCP 2, this lab's kernel, a2a": plots.ORANGE,
+        "DCP 2, this lab's kernel, direct": plots.GREEN,
+        "no DCP, FLASH_ATTN": plots.BLUE,
+        "no DCP, this lab's kernel": plots.SKY,
+        "DCP 2, FLASH_ATTN, a2a": plots.DARK_GREY,
+    }
+    for name in ("no DCP", "ag_rs", "direct"):
         label = name if name == "no DCP" else f"DCP 2, {name}"
-        ax.errorbar(
-            rows.index, rows.median_ms, yerr=spread, fmt="o-", color=fill, linewidth=3,
-            markersize=9, capsize=5, label=label,
+        _over_context(left, stack.loc[name], label, fills[label])
+    for row, label in names.items():
+        rows = served.loc[row]
+        apart = bool(rows.apart.all())
+        _over_context(
+            right, rows, f"{label} (another run)" if apart else label, fills[label],
+            line="--" if apart else "-",
         )  # fmt: skip
-        last = rows.iloc[-1]
-        # Two lines that end close together have their numbers above and below.
-        apart = {"ag_rs": 0.25, "no DCP": -0.25}.get(name, 0.0)
-        _right_of(ax, rows.index[-1], last.median_ms + apart, number(last.median_ms))
-    shown = [c for c in contexts if c != 3000]
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(shown, [f"{c:,}" for c in shown])
-    ax.minorticks_off()
-    ax.set_xlim(contexts[0] / 1.2, contexts[-1] * 1.5)
-    ax.set_ylim(0, 1.2 * steps.p90_ms.max())
-    ax.set_xlabel("tokens of each of 16 requests (log scale)")
-    ax.set_ylabel("time per output token (ms)")
-    ax.legend(loc="upper left")
+    left.set_title("The stack", fontsize=plots.FONT + 1)
+    right.set_title("vLLM 0.25.1", fontsize=plots.FONT + 1)
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(shown := (1000, 2000, 4000, 8000, 16000, 32000), [f"{c:,}" for c in shown])
+        ax.minorticks_off()
+        ax.set_xlim(850, 56000)
+        ax.set_xlabel("tokens of each of 16 requests (log scale)")
+        ax.legend(loc="upper left", fontsize=plots.FONT - 1)
+    left.set_ylim(0, 1.4 * max(stack.p90_ms.max(), served.p90_ms.max()))
+    left.set_yticks(range(0, int(left.get_ylim()[1]) + 1, 4))
+    left.set_ylabel("time per output token (ms)")
     return plots.finding(fig, title, source)
+
+
+def _over_context(ax, rows: pd.DataFrame, label: str, fill: str, line: str = "-") -> None:
+    spread = [rows.median_ms - rows.p10_ms, rows.p90_ms - rows.median_ms]
+    ax.errorbar(
+        rows.index, rows.median_ms, yerr=spread, fmt=f"o{line}", color=fill, linewidth=3,
+        markersize=9, capsize=5, label=label,
+    )  # fmt: skip
+    if rows.index[-1] < 30000:
+        return
+    # The lines that end close to another have their number a little off it.
+    apart = {"DCP 2, ag_rs": 0.3, "no DCP": -0.3}.get(label, 0.0)
+    _right_of(ax, rows.index[-1], rows.median_ms.iloc[-1] + apart, number(rows.median_ms.iloc[-1]))
 
 
 def traces(layers: Mapping[str, Sequence[Mapping[str, object]]], *, source: str) -> Figure:
@@ -386,7 +412,7 @@ def traces(layers: Mapping[str, Sequence[Mapping[str, object]]], *, source: str)
         source: What was traced.
     """
     fig, axes = plots.figure(
-        len(layers), 1, size=(14, 1.6 + 2.1 * len(layers)), sharex=True, squeeze=False
+        len(layers), 1, size=(14, 2.2 + 1.45 * len(layers)), sharex=True, squeeze=False
     )
     fills = {"host": plots.YELLOW, "GPU": plots.BLUE, "exchange": plots.ORANGE}
     longest = max(e["end"] for layer in layers.values() for e in layer)

@@ -204,6 +204,18 @@ def test_slides_leave_out_code_and_exercises(site):
         assert slides.count("<script") == 2
 
 
+def test_slides_have_the_verdict_and_short_lists(site):
+    """06's computed verdict is on a slide, before its figure; headline numbers are on several."""
+    slides = (site / "slides" / "06_why_4x_tpot.html").read_text()
+    verdict = slides.index("DCP cost 4x because it made the host the longer queue")
+    assert verdict < slides.index("<img")
+    lists = re.findall(r'<table class="headlines">.*?</table>', slides, re.DOTALL)
+    rows = [table.count("<tr><td>") for table in lists]
+    assert len(rows) > 1 and max(rows) <= 14
+    nb = nbformat.read(ROOT / "notebooks" / "06_why_4x_tpot.ipynb", as_version=4)
+    assert sum(rows) == len(collect_headlines(nb))
+
+
 def small(name: str, outputs: bool) -> nbformat.NotebookNode:
     cell = v4.new_code_cell("print(1)")
     cell.outputs = [v4.new_output("stream", text="1\n")] if outputs else []
@@ -288,7 +300,10 @@ def test_the_readme_quotes_the_headlines():
         (r"ms, ([\d.]+) without DCP", "two H200s, 16 x 2,500: without DCP"),
         (r"gather under PIECEWISE takes (\d+) ms", f"{served}: DCP 2, study 1's gather"),
         (r"direct exchange ([\d.]+), no DCP", f"{served}: DCP 2, full graphs, paged, direct"),
-        (r"same kernel ([\d.]+) \(", f"{served}: without DCP"),
+        (r"same kernel ([\d.]+);", f"{served}: without DCP"),
+        (r"that DCP 2 takes ([\d.]+) ms", "two H200s, vLLM, 16 x 32,000: DCP 2"),
+        (r"own kernel ([\d.]+), and", "two H200s, vLLM, 16 x 32,000: without DCP"),
+        (r"cache holds ([\d.]+) times", "two H200s, vLLM: KV cache with DCP 2"),
         (r"median error of ([\d.]+) %", "model: median error"),
         (r"its worst, ([\d.]+) %", "model: worst error"),
         (r"should take (\d+) to", f"study 1 {pages}: least"),

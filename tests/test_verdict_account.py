@@ -106,6 +106,29 @@ def test_engines_are_the_rows_that_all_have(account):
         verdict_account.engine_steps(table[table.row != "fa_a2a_full"])
 
 
+def test_stack_and_engine_stand_beside_each_other():
+    """Each corner's own rows, nothing where there is none, without DCP first."""
+    engines = verdict_account.engine_steps(tables.measured("engine_h200x2"))
+    found = verdict_account.beside(STACK, engines, tables.measured_vllm())
+    assert list(found.columns) == ["stack, 2,500", "vLLM, 2,000", "stack, 8,192", "vLLM, 8,000"]
+    gathered = found.loc[verdict_account.ENGINES["gather_ag_rs_piecewise"]]
+    assert list(gathered.round(1)) == [146.9, 100.0, 131.4, 102.7]
+    # FLASH_ATTN is not in the stack, and nobody ran a2a there at 8,192 tokens.
+    assert found.loc[verdict_account.ENGINES["fa_a2a_full"]].isna().tolist() == [1, 0, 1, 0]
+    assert found.loc[verdict_account.ENGINES["ours_a2a_full"]].isna().tolist() == [0, 0, 1, 0]
+    earlier = found.filter(like="PIECEWISE, a2a", axis=0).iloc[0]
+    assert list(earlier.iloc[:2]) == [pytest.approx(58.6092), pytest.approx(72.1)]
+    assert ["DCP 2" in words for words in found.index] == [False] * 3 + [True] * 5
+
+
+def test_without_dcp_study_1s_host_is_the_shorter_queue(account):
+    """Hidden without DCP, the longer queue with it: why PIECEWISE costs nothing there alone."""
+    spans = verdict_account.host_spans(account.solved)
+    assert spans.host_high["no DCP"] < spans.gpu_low["no DCP"]
+    assert spans.host_low["pages in place"] > spans.gpu_high["pages in place"]
+    assert spans.host_low["study 1's gather"] > spans.gpu_high["study 1's gather"]
+
+
 def test_the_three_accounts_are_the_numbers(account):
     """Cells are the account's shares and the published bounds, each once with its unit."""
     floor = pd.DataFrame({"low_share": [0.004, 0.006], "high_share": [0.005, 0.0078]})
@@ -153,7 +176,12 @@ def figures(account: verdict_account.Account) -> dict[str, object]:
         "delays": plots_verdict.delays(STACK, verdict_fit.slopes(STACK), **said),
         "shares": plots_verdict.shares(account.shares, **said),
         "study_parts": plots_verdict.study_parts(account.parts, added_ms=63.12, **said),
-        "gain": plots_verdict.gain(verdict_gain.full_steps(STACK), **said),
+        "gain": plots_verdict.gain(
+            verdict_gain.full_steps(STACK),
+            verdict_gain.served_steps(tables.measured("engine_h200x2")),
+            names=verdict_gain.SERVED,
+            **said,
+        ),
         "traces": plots_verdict.traces(
             verdict_traces.shown(dict.fromkeys(verdict_traces.SHOWN, trace())), source="made up"
         ),

@@ -7,6 +7,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 
 from dcp_lab.analysis import (
@@ -58,7 +59,25 @@ def of_the_tables() -> list[tuple]:
     alone = alone[~alone.bound.astype(bool)].median_ms
     gather = piecewise[(piecewise.attention == "published") & (piecewise.reducer == "ag_rs")]
     gather = gather[gather.dense == "light"].set_index("context_tokens").median_ms.sort_index()
-    engines = verdict_account.engine_steps(tables.measured("engine_h200x2")).median_ms
+    in_engine = tables.measured("engine_h200x2")
+    engines = verdict_account.engine_steps(in_engine).median_ms
+    earlier = tables.measured_vllm()
+    beside = verdict_account.beside(stack, verdict_account.engine_steps(in_engine), earlier)
+    longer = [
+        beside[f"stack, {mine:,}"] - beside[f"vLLM, {near:,}"]
+        for mine, near in verdict_account.NEAR
+    ]
+    longer = pd.concat(longer).dropna()
+    longer = longer[["PIECEWISE" not in words for words in longer.index]]
+    once = beside[[words.endswith("earlier run)") for words in beside.index]].iloc[:, :2]
+    (stack_none, vllm_none), (stack_dcp, vllm_dcp) = once.to_numpy()
+    gain = verdict_gain.served_steps(in_engine).median_ms
+    direct2, none2, a2a2, theirs2, same2 = (
+        gain[name]
+        for name in ("ours_direct_full", "none_full", "ours_a2a_full", "fa_a2a_full",
+                     "none_ours_full")
+    )  # fmt: skip
+    kv = verdict_gain.capacity(in_engine)
     ours, same, theirs, served = (
         engines[name]
         for name in ("ours_direct_full", "none_ours_full", "none_full", "gather_ag_rs_piecewise")
@@ -86,8 +105,26 @@ def of_the_tables() -> list[tuple]:
         ("32 ms against 62", full_ms, paged_ms),
         ("spread by 23 and 30 % of the median", spread[1], spread[2]),
         ("full graphs by at most 3.4 %", spread.drop([1, 2]).max()),
-        ("takes 100 ms at 2,000 tokens and 103 at 8,000", served[2000], 2000, served[8000], 8000),
+        (
+            "100 ms in vLLM at 2,000 tokens and 103 at 8,000",
+            served[2000],
+            2000,
+            served[8000],
+            8000,
+        ),
+        ("147 and 131 on the stack", gathered_ms, gather[8192]),
         ("took 72 under PIECEWISE", slow),
+        ("engine is 1.5 to 2.4 ms shorter", longer.min(), longer.max()),
+        ("takes longer, 19 ms against 12 without", vllm_none, stack_none),
+        ("DCP and 72 against 59 with: its", vllm_dcp, stack_dcp),
+        ("the engine's 100 ms are near", served[2000]),
+        (
+            "PIECEWISE costs 13 ms without DCP and 62 with it.* The",
+            *account.hidden.iloc[2][["alone_ms", "shared_ms"]],
+        ),
+        ("6.2 ms of work cannot", engine[1, "none", "FULL_AND_PIECEWISE"]),
+        ("host that needs 19, and still less one that needs 72", vllm_none, vllm_dcp),
+        ("gather the 83 ms are its", account.shared_ms),
         ("exchange leave 6.2 ms, against 5.9 without DCP", ours[2000], same[2000]),
         ("kernel and 6.4 with vLLM's own", theirs[2000]),
         ("20.1 against 20.2 ms", tpot.dcp1_piecewise, tpot.dcp1_full),
@@ -133,14 +170,18 @@ def of_the_tables() -> list[tuple]:
         ("run up to 105 ms on one rank", waits[waits["mode"] == "piecewise"].comm_ms.max()),
         ("without it that step takes 62 ms", paged_ms),
         ("takes 34 us a layer less", saved_us),
-        (
-            "cross between 3,000 and 8,192 tokens",
-            *verdict_gain.crossing(verdict_gain.full_steps(stack), "direct"),
-        ),
-        ("it is 9.0 against 9.1 ms", full["direct", 8192], full["no DCP", 8192]),
-        ("it is 11.2 against 13.4 ms", full["direct", 32768], full["no DCP", 32768]),
-        ("behind at 2,000 tokens, 6.2 against 5.9 ms", 2000, ours[2000], same[2000]),
-        ("ahead at 8,000, 6.9 against 7.1", 8000, ours[8000], same[8000]),
+        ("at 8,192 tokens, 9.0 against 9.1 ms", 8192, full["direct", 8192], full["no DCP", 8192]),
+        ("at 32,768, 11.2 against 13.4", 32768, full["direct", 32768], full["no DCP", 32768]),
+        ("6.0 against 6.1 ms at 1,000 tokens", direct2[1000], none2[1000], 1000),
+        ("6.9 against 7.6 at 8,000", direct2[8000], none2[8000], 8000),
+        ("9.1 against 12.0 at 32,000", direct2[32000], none2[32000], 32000),
+        ("takes 5.9 ms at 2,000 tokens and 7.1 at 8,000", same2[2000], 2000, same2[8000], 8000),
+        ("another run, 1.1 % apart at most", 100 * verdict_gain.runs_apart(in_engine)),
+        ("behind at 2,000, by 0.3 ms", 2000, direct2[2000] - same2[2000]),
+        ("ahead at 8,000, by 0.2", 8000, same2[8000] - direct2[8000]),
+        ("ahead at 32,000 only, 10.9 ms", 32000, a2a2[32000]),
+        ("with a2a never, 13.1", theirs2[32000]),
+        ("holds 1.97 times", kv["ours_direct_full"] / kv["none_full"]),
         ("at 3,000 tokens (9 were) and eager (5 were)", 3000, blocks["3000"], blocks["eager"]),
     ]
 
@@ -171,11 +212,24 @@ def of_the_model() -> list[tuple]:
     few = verdict_study.study2_pace(148, 4, c)
     slowed = account.free[0].paced(few)
     crossing = verdict_gain.modelled_crossing(fit.rows, c).round(-2)
+    spans = verdict_account.host_spans(account.solved)
+    alone, paged, published = (spans.iloc[i] for i in range(3))
+    undelayed = [
+        100 * verdict_fit.h200(swapped=swap, delayed=False).worst_error for swap in (False, True)
+    ]
     return [
         ("whose 4 calls a layer", calls["direct"]),
         ("579 us of host time where a repeated call takes 59", c.op_us, c.launch_us),
         ("would take 105 ms instead of 149", account.library_ms, account.lab_ms),
         ("(both modelled; measured 147)", account.steps.ms[1]),
+        ("1.7 ms a step (188 of 9.1 us", 188 * c.collective_us / 1e3, 188, c.collective_us),
+        ("near the 105 that the model", account.library_ms),
+        ("7 to 12 ms a step for 2 calls", alone.host_low, alone.host_high, calls[None]),
+        ("the GPU works for 20: all", alone.gpu_high),
+        ("35 to 58 ms for 7 calls", paged.host_low, paged.host_high, calls["ag_rs"]),
+        ("the GPU 23 to 24: now", paged.gpu_low, paged.gpu_high),
+        ("is 13.2 % off", 100 * miss.least_error),
+        ("met within 18.0 %, and within 21.2 %", *undelayed),
         ("7 calls instead of 2", calls["ag_rs"], calls[None]),
         ("cost it 11 to 35 ms", *account.hidden.iloc[3][["shared_low", "shared_high"]]),
         ("median error at most 10 %", 100 * verdict_fit.MOST_MEDIAN_ERROR),

@@ -310,6 +310,26 @@ ENGINES = {
     "ours_a2a_full": "DCP 2: full graphs, this lab's kernel, a2a",
     "ours_direct_full": "DCP 2: full graphs, this lab's kernel, direct",
 }
+# The same corners on the stack; FLASH_ATTN is not in it.
+STACKED = {
+    "none_ours_full": {**NO_DCP, "mode": "full"},
+    "gather_ag_rs_piecewise": AS_PUBLISHED,
+    "ours_a2a_full": {"dcp_size": 2, "attention": "paged", "reducer": "a2a", "mode": "full"},
+    "ours_direct_full": {"dcp_size": 2, "attention": "paged", "reducer": "direct", "mode": "full"},
+}
+# What the engine of measured_vllm() ran, before and with its own kernel, and the stack.
+EARLIER = {
+    "no DCP, PIECEWISE (vLLM: FLASH_ATTN, earlier run)": (
+        (1, "none", "PIECEWISE"),
+        {**NO_DCP, "mode": "piecewise"},
+    ),
+    "DCP 2: PIECEWISE, a2a (vLLM: FLASH_ATTN, earlier run)": (
+        (2, "a2a", "PIECEWISE"),
+        {"dcp_size": 2, "attention": "paged", "reducer": "a2a", "mode": "piecewise"},
+    ),
+}
+# What stands beside what: tokens of a request on the stack and in the engine.
+NEAR = ((2500, 2000), (8192, 8000))
 
 
 def engine_steps(table: pd.DataFrame) -> pd.DataFrame:
@@ -334,6 +354,72 @@ def engine_steps(table: pd.DataFrame) -> pd.DataFrame:
     seen = found.groupby("context_tokens").size()
     found = found[found.index.isin(seen.index[seen == len(ENGINES)], level="context_tokens")]
     return found.reindex(list(ENGINES), level="row")
+
+
+def beside(table: pd.DataFrame, engines: pd.DataFrame, earlier: pd.DataFrame) -> pd.DataFrame:
+    """Return the same corners on the stack and in vLLM, ms a token.
+
+    Args:
+        table: measured("stack_...").
+        engines: engine_steps(...).
+        earlier: measured_vllm(), of 2,000 tokens.
+
+    Returns:
+        Indexed by the corner in words; a column for each of NEAR's contexts, NaN where there is
+        no row.
+    """
+
+    def stacked(corner: dict[str, object] | None, context: int) -> float:
+        try:
+            return measured_step(table, corner, context_tokens=context).median_ms
+        except ValueError:
+            return float("nan")
+
+    once = attribution.engine_modes(earlier).tpot_ms
+    found: dict[str, dict[str, float]] = {}
+    columns = [(f"stack, {mine:,}", f"vLLM, {theirs:,}") for mine, theirs in NEAR]
+    for row, words in ENGINES.items():
+        found[words] = {}
+        for (mine, theirs), (ours, served) in zip(NEAR, columns, strict=True):
+            corner = STACKED.get(row)
+            found[words][ours] = stacked(corner, mine) if corner else float("nan")
+            found[words][served] = engines.median_ms[row, theirs]
+    for words, (key, corner) in EARLIER.items():
+        found[words] = {ours: stacked(corner, mine) for (mine, _), (ours, _) in zip(
+            NEAR, columns, strict=True)}  # fmt: skip
+        found[words][columns[0][1]] = once[key]
+    # Without DCP before with it, PIECEWISE before full graphs.
+    order = sorted(found, key=lambda words: ("DCP 2" in words, "PIECEWISE" not in words))
+    return pd.DataFrame(found).T.loc[order, [name for pair in columns for name in pair]]
+
+
+def host_spans(studies: list[Study]) -> pd.DataFrame:
+    """Return how long study 1's host and GPU work in a step, by the model, the others waited out.
+
+    Args:
+        studies: Account.solved.
+
+    Returns:
+        Indexed by corner under PIECEWISE ("no DCP", "pages in place", "study 1's gather"):
+        host_low, host_high, gpu_low, gpu_high, ms.
+    """
+    corners = {
+        "no DCP": NO_DCP,
+        "pages in place": {"dcp_size": 2, "attention": "paged", "reducer": "ag_rs"},
+        "study 1's gather": AS_PUBLISHED,
+    }
+    found = {}
+    for name, corner in corners.items():
+        lines = [
+            costs.predict_step(study.case(**{**corner, "mode": "piecewise"}), study.constants)
+            for study in studies
+        ]
+        found[name] = {
+            f"{queue}_{end}": of(getattr(line, f"{queue}_us") for line in lines) / 1e3
+            for queue in ("host", "gpu")
+            for end, of in (("low", min), ("high", max))
+        }
+    return pd.DataFrame(found).T
 
 
 def three_ways(

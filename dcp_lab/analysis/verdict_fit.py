@@ -67,7 +67,8 @@ class Fit:
         Columns beside the row's: spread (p90 - p10, as a share of the median), like_low_ms and
         like_high_ms (like_count other rows with the same calls of the host, at other contexts
         and dense parts, where the host is the longer queue too: measured alike if nothing but the
-        case counted).
+        case counted), least_error (the worst error over those and the row itself of the one
+        prediction that is nearest to all).
         """
         rows = self.unseen[self.unseen.error.abs() > MOST_ERROR].copy()
         rows["spread"] = (rows.p90_ms - rows.p10_ms) / rows.median_ms
@@ -75,6 +76,9 @@ class Fit:
         rows["like_count"] = [len(other) for other in others]
         rows["like_low_ms"] = [other.min() for other in others]
         rows["like_high_ms"] = [other.max() for other in others]
+        low = rows[["like_low_ms", "median_ms"]].min(axis=1)
+        high = rows[["like_high_ms", "median_ms"]].max(axis=1)
+        rows["least_error"] = (high - low) / (high + low)
         return rows
 
     def _alike(self, index: int, row: Mapping[str, object]) -> pd.Series:
@@ -93,18 +97,21 @@ class Fit:
         return (rows.median_ms / rows.predicted_ms).groupby(rows.block, sort=False).median()
 
 
-def fit(table: pd.DataFrame, *, swapped: bool = False) -> Fit:
+def fit(table: pd.DataFrame, *, swapped: bool = False, delayed: bool = True) -> Fit:
     """Fit one half of a stack table's rows and predict all.
 
     Args:
         table: measured("stack_..."), of a model all of whose layers have a KV cache.
         swapped: Fit the second, fourth, ... rows instead. Default: the first, third, ...
+        delayed: Whether that half's steps with a delay before each launch are fitted too. The
+            other half is the same either way. Default: True.
     """
     rows = table.reset_index(drop=True)
     rows["seen"] = rows.index % 2 == int(swapped)
     cases = [stack.step_case(row) for row in rows.to_dict("records")]
-    half = [(case, ms) for case, ms, seen in zip(cases, rows.median_ms, rows.seen, strict=True)
-            if seen]  # fmt: skip
+    used = rows.seen & (delayed | (rows.launch_delay_us == 0))
+    half = [(case, ms) for case, ms, use in zip(cases, rows.median_ms, used, strict=True)
+            if use]  # fmt: skip
     constants = costs.fit_constants(*map(list, zip(*half, strict=True)), fixed=KNOWN)
     timelines = [costs.predict_step(case, constants) for case in cases]
     rows["predicted_ms"] = [line.step_us / 1e3 for line in timelines]
@@ -114,9 +121,9 @@ def fit(table: pd.DataFrame, *, swapped: bool = False) -> Fit:
 
 
 @functools.cache
-def h200(*, swapped: bool = False) -> Fit:
+def h200(*, swapped: bool = False, delayed: bool = True) -> Fit:
     """Return the fit to two H200s, made once."""
-    return fit(tables.measured(TABLE), swapped=swapped)
+    return fit(tables.measured(TABLE), swapped=swapped, delayed=delayed)
 
 
 def slopes(table: pd.DataFrame) -> pd.DataFrame:

@@ -178,8 +178,9 @@ def _part(
 def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (heading, HTML) of each slide behind the title: a figure, or text and tables.
 
-    Left out are code, what is printed before the first section, headline numbers (they have their
-    own slide), the record of the run, and the exercises.
+    Left out are code, what is printed before the first section (its text, a computed verdict, is
+    shown), headline numbers (they have their own slides), the record of the run, and the
+    exercises.
     """
     nb = read_notebook(copy)
     _describe_figures(nb)
@@ -203,11 +204,11 @@ def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
                     slides.append((heading, [shown]))
                     open_for_output = True
             continue
-        if heading in (title, _NOT_SHOWN):
+        if heading == _NOT_SHOWN:
             continue
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            if HEADLINE_MIME in data:
+            if HEADLINE_MIME in data or (heading == title and "text/markdown" not in data):
                 continue
             is_figure = any(mime.startswith("image/") for mime in data)
             if is_figure or not open_for_output:
