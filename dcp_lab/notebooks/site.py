@@ -32,6 +32,8 @@ REVEAL = ("reveal.js", "reveal.css", "LICENSE")
 _TITLES = ("# ", "## ")
 # What a reader fills in is no slide.
 _NOT_SHOWN = "Exercises"
+# Over what a notebook computes as text before its first section.
+_ANSWER = "The answer"
 
 
 def sources(root: Path, out: Path) -> list[Path]:
@@ -178,12 +180,13 @@ def _part(
 def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (heading, HTML) of each slide behind the title: a figure, or text and tables.
 
-    Left out are code, what is printed before the first section (its text, a computed verdict, is
-    shown), headline numbers (they have their own slides), the record of the run, and the
-    exercises.
+    First comes what is computed as text before the first section, a verdict. Left out are code,
+    what is printed there, headline numbers (they have their own slides, at the end), the record
+    of the run, and the exercises.
     """
     nb = read_notebook(copy)
     _describe_figures(nb)
+    verdict: list[tuple[str, list[NotebookNode]]] = []
     slides: list[tuple[str, list[NotebookNode]]] = []
     heading = title = title_of(nb)
     open_for_output = False
@@ -208,12 +211,16 @@ def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
             continue
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            if HEADLINE_MIME in data or (heading == title and "text/markdown" not in data):
+            if HEADLINE_MIME in data:
+                continue
+            if heading == title:
+                if "text/markdown" in data:
+                    verdict.append((_ANSWER, [_only(cell, output)]))
                 continue
             is_figure = any(mime.startswith("image/") for mime in data)
             if is_figure or not open_for_output:
                 slides.append((heading, []))
             slides[-1][1].append(_only(cell, output))
             open_for_output = not is_figure
-    for heading, cells in slides:
+    for heading, cells in verdict + slides:
         yield heading, _part(nb, cells, names, "{}.html")
