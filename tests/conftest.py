@@ -1,4 +1,7 @@
-"""Every test starts from one seed, and no op may read memory that it has not written."""
+"""Every test starts from one seed, and no op may read memory that it has not written.
+
+Also what several files' tests ask for.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,35 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return _poison(tensor) if caller.split(".")[0] == "dcp_lab" else tensor
 
     return allocate_poisoned
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor that says it lives on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember calls on a CPU too, by the keys that they have on a GPU; not for bf16.
+
+    What is remembered is launched again by the interpreter.
+    """
+    from dcp_lab.kernels import INTERPRETED, launch
+
+    if not INTERPRETED:
+        return
+    real = launch.call_key
+
+    def call_key(*arguments: object) -> object:
+        seen = [x.as_subclass(_OnGpu) if isinstance(x, torch.Tensor) else x for x in arguments]
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "INTERPRETED", False)
+            return real(*seen)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dcp_lab.") and getattr(module, "call_key", None) is real:
+            monkeypatch.setattr(module, "call_key", call_key)
 
 
 @pytest.fixture(autouse=True)

@@ -156,17 +156,17 @@ def test_the_published_gather_is_captured_only_when_told_the_total() -> None:
 
 
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the gather: one launch unsplit or as a prefill kernel, two split."""
+    """Plan, gather, then one launch unsplit or as a prefill kernel, two split."""
     counts: list[int] = []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (counts.append(1), run(launch)))
     case = PagedCase.build([70, 20], num_q_heads=2, num_kv_heads=1, device=DEVICE)
     for options, expected in (
-        ({"attend": "prefill"}, 1),
-        ({"gather": "published", "total_tokens": 90}, 1),
-        ({"num_splits": 1}, 1),
-        ({"num_splits": 2}, 2),
-        ({}, 2),
+        ({"attend": "prefill"}, 3),
+        ({"gather": "published", "total_tokens": 90}, 3),
+        ({"num_splits": 1}, 3),
+        ({"num_splits": 2}, 4),
+        ({}, 4),
     ):
         counts.clear()
         gather_decode(*case.tensors, **{"gather": "per_page", **options})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -49,7 +49,7 @@ class Launch:
         run = compiled[self.grid + (1,) * (3 - len(self.grid))]
         ordered = tuple(self.arguments[name] for name in self.kernel.arg_names)
         if not keep:
-            ordered = tuple(map(_address, ordered))
+            ordered = tuple(map(address, ordered))
         # Asked of torch's C functions, twice cheaper than of Triton's driver, which a stream
         # that is given leaves out: 0.1 us each.
         ours = torch.cuda.current_device()
@@ -65,11 +65,21 @@ class Launch:
         return launch
 
 
-def _address(argument: object) -> object:
+def address(argument: object) -> object:
     """Return a device tensor's address, which a launch takes too; anything else as it is."""
     if isinstance(argument, torch.Tensor) and argument.is_cuda:
         return argument.data_ptr()
     return argument
+
+
+class Bindable(Protocol):
+    """What BoundCalls takes: a Launch, or what is run and bound like one."""
+
+    def run(self) -> object:
+        """Launch."""
+
+    def bind(self, *, keep: bool = True) -> Callable[[], object]:
+        """Launch once, and return what launches the same again; see Launch.bind."""
 
 
 class BoundCalls:
@@ -115,7 +125,7 @@ class BoundCalls:
             launch()
         return True
 
-    def first(self, key: Hashable, launches: Sequence[Launch]) -> None:
+    def first(self, key: Hashable, launches: Sequence[Bindable]) -> None:
         """Launch, on the current device, and keep what launches the same again."""
         if key is None or self.paused:
             for launch in launches:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 import triton
 
 from dcp_lab.kernels import INTERPRETED, interpreter_safe
 from dcp_lab.kernels import gather as kernels
-from dcp_lab.kernels.launch import Launch
+from dcp_lab.kernels.launch import Bindable, BoundCalls, Launch, address, call_key
 from dcp_lab.kernels.varlen import _varlen_kernel
 from dcp_lab.ops.arguments import (
     DecodeArguments,
@@ -93,12 +95,80 @@ class PreparedGather:
         return f"{self.num_requests} requests, max_pages={self.max_pages}, {starts} seq_starts"
 
 
+class CountedLaunch:
+    """The published gather's launch, of as many tokens as the host waits for the device to say.
+
+    Run and bound like a Launch. How many there are, and with them the grid, may differ from one
+    launch to the next; all else is fixed.
+
+    Args:
+        count: int32 [], on the device, the tokens.
+        arguments: Of `_gather_tokens_kernel`, but for num_tokens.
+        most_programs: Of the grid.
+    """
+
+    def __init__(
+        self, count: torch.Tensor, arguments: Mapping[str, object], most_programs: int
+    ) -> None:
+        self._count, self._arguments, self._most = count, arguments, most_programs
+
+    def run(self) -> object:
+        """Wait, then launch, if there is any token; return the compiled kernel."""
+        num_tokens = _read_total(self._count)
+        return self._launch(num_tokens).run() if num_tokens else None
+
+    def bind(self, *, keep: bool = True) -> Callable[[], object]:
+        """Wait and launch once, and return what does it again for less host time.
+
+        Args:
+            keep: As of Launch.bind; count, which belongs to the workspace, is kept in any case.
+        """
+        # Without a token too: there is no other way to the compiled kernel, which num_tokens does
+        # not specialise.
+        first = self._launch(_read_total(self._count))
+        compiled = first.run()
+        if INTERPRETED:
+            return self.run
+        names = first.kernel.arg_names
+        ordered = [first.arguments[name] for name in names]
+        if not keep:
+            ordered = list(map(address, ordered))
+        place, count, most = names.index("num_tokens"), self._count, self._most
+
+        def launch() -> None:
+            num_tokens = _read_total(count)
+            if num_tokens:
+                ordered[place] = num_tokens
+                with current_device(count.device):
+                    compiled[min(num_tokens, most), 1, 1](*ordered)
+
+        return launch
+
+    def _launch(self, num_tokens: int) -> Launch:
+        grid = (max(1, min(num_tokens, self._most)), 1)
+        arguments = {**self._arguments, "num_tokens": num_tokens}
+        return Launch(kernels._gather_tokens_kernel, grid, arguments, {"num_warps": 4})
+
+
+def _read_total(count: torch.Tensor) -> int:
+    """Return this step's tokens as the published path does: by waiting for the device."""
+    if count.is_cuda and torch.cuda.is_current_stream_capturing():
+        fail(
+            "total_tokens",
+            "an int under graph capture, where gather='published' cannot read it from the device",
+            None,
+        )
+    return int(count.item())
+
+
 class GatherWorkspace:
     """Buffers and plan of a gather, made once and shared by all layers.
 
-    Sized for the largest step; never grows, moves or allocates afterwards, so a captured graph may
-    point to it. `prepare` decides on the device which row of the result belongs to which request:
-    one launch a step, all layers use the same plan, as vLLM's metadata builder does.
+    Sized for the largest step; nothing moves or is freed afterwards, so a captured graph may point
+    to it. Only room for the partial results of attend='split' is added later, by the first call
+    that needs so much, for all layers. `prepare` decides on the device which row of the result
+    belongs to which request: one launch a step, all layers use the same plan, as vLLM's metadata
+    builder does.
 
     Args:
         max_requests: Most requests of a step.
@@ -162,11 +232,14 @@ class GatherWorkspace:
             torch.empty(n, dtype=torch.int32, device=device) for n in sizes
         )
         self.prepared: PreparedGather | None = None
+        self.calls = BoundCalls()
+        self._prepares = BoundCalls()
+        self._scratch: dict[int, torch.Tensor] = {}
 
     def memory_bytes(self) -> int:
         """Return the device memory this workspace holds."""
         plan = (self.cu_seqlens, self._cu_units, self._unit_requests, self.counts)
-        tensors = (self.k, self.v, *plan)
+        tensors = (self.k, self.v, *plan, *self._scratch.values())
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def prepare(
@@ -188,8 +261,13 @@ class GatherWorkspace:
                 not an int >= 0.
 
         Notes:
-            Safe under graph capture; no sync, no allocation.
+            Safe under graph capture; no sync, no allocation. With the arguments of an earlier call
+            (the same memory, shapes and options) nothing is checked and planned again.
         """
+        key = call_key(seq_lens, max_pages, seq_starts)
+        if self._prepares.again(key):
+            self.prepared = PreparedGather(seq_lens.shape[0], max_pages, seq_starts)
+            return
         check_tensor(
             "seq_lens",
             seq_lens,
@@ -214,24 +292,26 @@ class GatherWorkspace:
         self.prepared = PreparedGather(num_requests, max_pages, seq_starts)
         block_b = max(2, min(128, triton.next_power_of_2(num_requests)))
         block_u = max(2, min(2048 // block_b, triton.next_power_of_2(self._num_units)))
+        plan = dict(  # noqa: C408 - read beside the kernel's keyword arguments
+            seq_lens_ptr=seq_lens,
+            seq_starts_ptr=seq_lens if seq_starts is None else seq_starts,
+            cu_seqlens_ptr=self.cu_seqlens,
+            cu_units_ptr=self._cu_units,
+            unit_requests_ptr=self._unit_requests,
+            counts_ptr=self.counts,
+            num_requests=num_requests,
+            num_rows=self.max_tokens,
+            num_units=self._num_units,
+            table_tokens=max_pages * self.page_size,
+            UNIT=self._unit_tokens,
+            HAS_SEQ_STARTS=seq_starts is not None,
+            BLOCK_B=block_b,
+            BLOCK_U=block_u,
+        )
+        grid = (max(1, triton.cdiv(self._num_units, block_u)),)
+        launch = Launch(kernels._plan_gather_kernel, grid, plan, {"num_warps": 4})
         with current_device(self.device):
-            kernels._plan_gather_kernel[(max(1, triton.cdiv(self._num_units, block_u)),)](
-                seq_lens_ptr=seq_lens,
-                seq_starts_ptr=seq_lens if seq_starts is None else seq_starts,
-                cu_seqlens_ptr=self.cu_seqlens,
-                cu_units_ptr=self._cu_units,
-                unit_requests_ptr=self._unit_requests,
-                counts_ptr=self.counts,
-                num_requests=num_requests,
-                num_rows=self.max_tokens,
-                num_units=self._num_units,
-                table_tokens=max_pages * self.page_size,
-                UNIT=self._unit_tokens,
-                HAS_SEQ_STARTS=seq_starts is not None,
-                BLOCK_B=block_b,
-                BLOCK_U=block_u,
-                num_warps=4,
-            )
+            self._prepares.first(key, [launch])
 
     def copy(
         self,
@@ -245,14 +325,30 @@ class GatherWorkspace:
         total_tokens is for gather='published' alone: the tokens to copy, or more, up to
         max_tokens. Default: read from the device, which waits for all that was launched before.
         """
-        if self._num_units == 0:
-            return
         k, v = self.k, self.v
         if INTERPRETED and k.dtype == torch.bfloat16 and k.dtype != cache.k_cache.dtype:
             # The interpreter truncates where a cast to bf16 should round: torch casts there.
             k, v = k.float(), v.float()
+        with current_device(self.device):
+            for launch in self._plan_copy(cache, block_table, k, v, total_tokens):
+                launch.run()
+        if k is not self.k:
+            self.k.copy_(k)
+            self.v.copy_(v)
+
+    def _plan_copy(
+        self,
+        cache: KVCacheArguments,
+        block_table: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        total_tokens: int | None,
+    ) -> list[Bindable]:
+        """Return the launch that copies into k and v, none where there is nothing to copy."""
+        if self._num_units == 0 or total_tokens == 0:
+            return []
         seq_starts = self.prepared.seq_starts
-        shared = dict(
+        arguments = dict(
             k_ptr=k,
             v_ptr=v,
             block_table_ptr=block_table,
@@ -266,42 +362,46 @@ class GatherWorkspace:
         if self.gather == "per_page":
             rows = self._unit_tokens * self.num_kv_heads
             config = choose_copy_config(rows, max(self.head_dim, self.head_dim_v), self.device)
+            arguments |= {
+                "cu_units_ptr": self._cu_units,
+                "UNIT": self._unit_tokens,
+                "BLOCK_R": config.block_rows,
+            }
             grid = (self._num_units, triton.cdiv(rows, config.block_rows))
-            with current_device(self.device):
-                kernels._gather_per_page_kernel[grid](
-                    cu_units_ptr=self._cu_units,
-                    UNIT=self._unit_tokens,
-                    BLOCK_R=config.block_rows,
-                    num_warps=config.num_warps,
-                    **shared,
-                )
+            options = {"num_warps": config.num_warps}
+            return [Launch(kernels._gather_per_page_kernel, grid, arguments, options)]
+        if self.gather == "per_token":
+            total_tokens, grid = self._num_units, (self._num_units, self.num_kv_heads)
+        elif total_tokens is not None or not is_here():
+            # Not here: kernels are built for another device, nothing is run.
+            total_tokens = self._num_units if total_tokens is None else total_tokens
+            grid = (min(total_tokens, device_of(self.device).num_sms), 1)
         else:
-            grid, num_tokens = (self._num_units, self.num_kv_heads), self._num_units
-            if self.gather == "published":
-                num_tokens = self._read_total() if total_tokens is None else total_tokens
-                grid = (min(num_tokens, device_of(self.device).num_sms), 1)
-            if num_tokens:
-                with current_device(self.device):
-                    kernels._gather_tokens_kernel[grid](
-                        num_tokens=num_tokens, num_warps=4, **shared
-                    )
-        if k is not self.k:
-            self.k.copy_(k)
-            self.v.copy_(v)
+            last = self.cu_seqlens[self.prepared.num_requests]
+            return [CountedLaunch(last, arguments, device_of(self.device).num_sms)]
+        arguments["num_tokens"] = total_tokens
+        return [Launch(kernels._gather_tokens_kernel, grid, arguments, {"num_warps": 4})]
 
-    def _read_total(self) -> int:
-        """Return this step's tokens as the published path does: by waiting for the device."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            fail(
-                "total_tokens",
-                "an int under graph capture, where gather='published' cannot read it from the "
-                "device",
-                None,
+    def partials(
+        self, num_items: int, query_len: int, num_q_heads: int, head_dim_v: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return fp32 out [items, query_len, Hq, Dv] and lse [items, query_len, Hq] of a split.
+
+        In a buffer shared by all calls that need as much, up to the next power of two. A call that
+        needs more has another one and leaves this one alone, to which a captured graph may point;
+        all together are at most four times the largest need.
+        """
+        rows = (num_items, query_len, num_q_heads)
+        num_rows = math.prod(rows)
+        elements = triton.next_power_of_2(num_rows * (head_dim_v + 1))
+        if elements not in self._scratch:
+            self._scratch[elements] = torch.empty(
+                elements, dtype=torch.float32, device=self.device
             )
-        if not is_here():
-            # Nothing is run: kernels are built for a device that is not here.
-            return self._num_units
-        return int(self.cu_seqlens[self.prepared.num_requests].item())
+        out, lse, _ = self._scratch[elements].split(
+            [num_rows * head_dim_v, num_rows, elements - num_rows * (head_dim_v + 1)]
+        )
+        return out.view(*rows, head_dim_v), lse.view(rows)
 
 
 def gather_kv(
@@ -478,7 +578,10 @@ def gather_decode(
     Notes:
         Launches with a prepared workspace: 2 (gather, attention), 3 with attend='split' and more
             than one split (and merge); one more to plan without a workspace.
-        Scratch of attend='split': B * num_splits * max_query_len * Hq * (Dv + 1) fp32.
+        Host: with workspace, out and lse given, a call with the arguments of an earlier one (the
+            same memory, shapes and options, total_tokens too) is not checked and planned again.
+        Scratch of attend='split': B * num_splits * max_query_len * Hq * (Dv + 1) fp32, kept by the
+            workspace.
         Host syncs: none; gather='published' without total_tokens: 1.
         Graph capture: safe (gather='published': with total_tokens); what is not given comes from
             the graph's pool. seq_lens, block_table, q and scale tensors are read on the device, so
@@ -496,6 +599,16 @@ def gather_decode(
         Written here after the decode path of vLLM's ROCM_AITER_FA backend (Apache-2.0);
         'published' after its version with class AiterFlashAttentionDcpMetadata (vLLM PR 29502).
     """
+    key = None
+    if out is not None and lse is not None and isinstance(workspace, GatherWorkspace):
+        key = call_key(
+            *(workspace.prepared, workspace.k, workspace.v),
+            *(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, kv_layout),
+            *(k_scale, v_scale, sliding_window, softcap, sinks, query_start_loc, max_query_len),
+            *(shard, global_seq_lens, num_splits, out, lse, gather, total_tokens, attend),
+        )
+        if workspace.calls.again(key):
+            return AttnState(out, lse)
     _check_gather(gather)
     if attend is None:
         attend = "prefill" if gather == "published" else "split"
@@ -548,11 +661,15 @@ def gather_decode(
         out.zero_()
         lse.fill_(float("-inf"))
         return AttnState(out, lse)
-    workspace.copy(a, block_table, total_tokens=total_tokens)
+    launches: list[Bindable] = []
+    if key is None:
+        workspace.copy(a, block_table, total_tokens=total_tokens)
+    else:
+        launches += workspace._plan_copy(a, block_table, workspace.k, workspace.v, total_tokens)
     rounded = interpreter_safe(out)
+    launches += _plan_attention(a, workspace=workspace, attend=attend, out=rounded, lse=lse)
     with current_device(q.device):
-        for launch in _plan_attention(a, workspace=workspace, attend=attend, out=rounded, lse=lse):
-            launch.run()
+        workspace.calls.first(key, launches)
     if rounded is not out:
         out.copy_(rounded)
     return AttnState(out, lse)
@@ -651,7 +768,7 @@ def _plan_attention(
         seq_lens=workspace.counts[: a.num_requests],
         num_splits=num_splits,
     )
-    split = split_call(whole, workspace=None, out=out, lse=lse)
+    split = split_call(whole, workspace=None, out=out, lse=lse, partials=workspace.partials)
     config: DecodeConfig | VarlenConfig = split.config
     pack, block_m, row_blocks = group, split.block_m, split.row_blocks
     if attend == "prefill":

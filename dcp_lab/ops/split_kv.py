@@ -198,8 +198,17 @@ def split_call(
     workspace: DecodeWorkspace | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    partials: Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> SplitCall:
-    """Return how the call is cut: by the workspace's table, or into a.num_splits pieces each."""
+    """Return how the call is cut: by the workspace's table, or into a.num_splits pieces each.
+
+    Args:
+        a: The call.
+        workspace: Its own, or None.
+        out, lse: Where the result goes.
+        partials: (items, query tokens, Hq, Dv) -> fp32 out [items, query tokens, Hq, Dv] and lse,
+            used without a workspace. Default: allocated.
+    """
     num_splits = a.num_splits
     device = device_of(a.q.device)
     group = a.num_q_heads // a.num_kv_heads
@@ -233,8 +242,11 @@ def split_call(
         partial_out, partial_lse = workspace.partial_out, workspace.partial_lse
     elif num_reduced:
         rows = (num_items, partial_query_len, a.num_q_heads)
-        partial_out = torch.empty(*rows, a.head_dim_v, dtype=torch.float32, device=a.q.device)
-        partial_lse = torch.empty(*rows, dtype=torch.float32, device=a.q.device)
+        if partials is not None:
+            partial_out, partial_lse = partials(*rows, a.head_dim_v)
+        else:
+            partial_out = torch.empty(*rows, a.head_dim_v, dtype=torch.float32, device=a.q.device)
+            partial_lse = torch.empty(*rows, dtype=torch.float32, device=a.q.device)
     shard = a.shard if a.shard is not None else Shard(0, 1)
     arguments = dict(  # noqa: C408 - read beside the kernels' keyword arguments
         seq_lens_ptr=a.seq_lens,

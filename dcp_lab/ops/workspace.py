@@ -10,7 +10,7 @@ import triton
 
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels import decode as kernels
-from dcp_lab.kernels.launch import BoundCalls
+from dcp_lab.kernels.launch import BoundCalls, Launch, call_key
 from dcp_lab.ops.arguments import (
     CACHE_DTYPES,
     MAX_HEAD_DIM,
@@ -326,6 +326,7 @@ class DecodeWorkspace:
         self.partial_lse = empty(*rows, dtype=torch.float32)
         self.prepared: PreparedDecode | None = None
         self.calls = BoundCalls()
+        self._prepares = BoundCalls()
 
     def _slots(self, facts: Device, slots_per_sm: int) -> int:
         return max(1, facts.num_sms * slots_per_sm // (self.num_kv_heads * self.row_blocks))
@@ -370,8 +371,19 @@ class DecodeWorkspace:
                 B > max_requests.
 
         Notes:
-            Safe under graph capture; no sync, no allocation.
+            Safe under graph capture; no sync, no allocation. With the arguments of an earlier call
+            (the same memory, shapes and options) nothing is checked and planned again.
         """
+        key = call_key(seq_lens, global_seq_lens, query_start_loc, sliding_window, shard)
+        if self._prepares.again(key):
+            self.prepared = PreparedDecode.of(
+                seq_lens.shape[0],
+                check_sliding_window(sliding_window),
+                query_start_loc,
+                global_seq_lens,
+                shard,
+            )
+            return
         check_tensor("seq_lens", seq_lens, dtypes=(torch.int32,), shape=("B",), device=self.device)
         num_requests = seq_lens.shape[0]
         if num_requests > self.max_requests:
@@ -422,7 +434,7 @@ class DecodeWorkspace:
             BLOCK_B=block_b,
             BLOCK_S=max(2, min(64, 1024 // block_b)),
             SEARCH_STEPS=24,
-            num_warps=4 if block_b <= 256 else 8,
         )
+        options = {"num_warps": 4 if block_b <= 256 else 8}
         with current_device(self.device):
-            kernels._plan_kernel[(1,)](**plan)
+            self._prepares.first(key, [Launch(kernels._plan_kernel, (1,), plan, options)])
