@@ -14,7 +14,7 @@ import pytest
 
 from dcp_lab.bench import record
 from dcp_lab.cli import main
-from dcp_lab.serving import ServerConfig, command, settings
+from dcp_lab.serving import ServerConfig, command, experiment, settings
 from dcp_lab.serving.accuracy import AccuracyTest, read_scores, write_local_task
 from dcp_lab.serving.clients import ClientError, run_client, versions
 from dcp_lab.serving.loadtest import METRICS, LoadTest, read_result, run_loadtest
@@ -259,3 +259,12 @@ def test_a_server_that_cannot_start_is_an_error_not_a_traceback(capsys, tmp_path
 def test_every_metric_has_its_statistics():
     """The table has the columns that a load test gives."""
     assert {f"p99_{metric}_ms" for metric in METRICS} <= set(SERVE.columns)
+
+
+def test_a_missing_lm_eval_is_told_before_the_server_starts(tmp_path, monkeypatch):
+    """Nobody waits for load tests whose evaluation cannot be asked."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(experiment, "serve", lambda *_, **__: pytest.fail("a server started"))
+    setting = settings.find_setting("study1_paged")
+    with pytest.raises(ClientError, match="lm_eval: not found: pip install"):
+        experiment.run_setting(setting.server, setting.loads, setting.accuracy, tmp_path)

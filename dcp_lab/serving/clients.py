@@ -59,11 +59,7 @@ def run_client(
         However it ends, also late or by Ctrl-C, nothing of it is left: its children go too.
     """
     name = f"{Path(command[0]).name} {command[1]}"
-    if shutil.which(command[0]) is None:
-        raise ClientError(
-            f"{Path(command[0]).name}: not found: pip install 'vllm' or 'lm-eval[api]' where the "
-            "server runs"
-        )
+    check_program(command[0])
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -86,6 +82,15 @@ def run_client(
     if status:
         raise ClientError(
             f"{name} failed with status {status}; the end of {log.name}:\n{_tail(log)}"
+        )
+
+
+def check_program(program: str) -> None:
+    """Raise ClientError unless there is such a program, on PATH or where its path says."""
+    if shutil.which(program) is None:
+        raise ClientError(
+            f"{Path(program).name}: not found: pip install 'vllm' or 'lm-eval[api]' where the "
+            "server runs"
         )
 
 

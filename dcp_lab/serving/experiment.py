@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dcp_lab.serving import accuracy, retrieval
 from dcp_lab.serving.accuracy import AccuracyTest, Score, run_accuracy, write_local_task
+from dcp_lab.serving.clients import check_program
 from dcp_lab.serving.loadtest import LoadResult, LoadTest, run_loadtest
 from dcp_lab.serving.model_folder import STUDY1_TWO_GPUS, write_model_folder
 from dcp_lab.serving.server import Server, ServerConfig, serve
@@ -100,8 +101,12 @@ def run_setting(
         start_timeout_s: See `serve`.
 
     Raises:
-        ServerError, ClientError: As `serve`, `run_loadtest` and `run_accuracy` do.
+        ServerError, ClientError: As `serve`, `run_loadtest` and `run_accuracy` do; a missing
+            lm_eval before anything starts.
     """
+    if test is not None:
+        # Before hours of load tests, not after them.
+        check_program(test.command(config, config.url, folder)[0])
     with serve(config, log=folder / "serve.log", start_timeout_s=start_timeout_s) as server:
         up = len(server.processes())
         results = tuple(
