@@ -69,10 +69,13 @@ def launch_sweep(
         if name in observed_ms:
             ax.axhline(observed_ms[name], color=shade, ls="--", lw=1.5)
             ax.annotate(
-                f"published: {observed_ms[name]:.1f}",
-                (sweep.index[0], observed_ms[name]),
-                (4, 6),
+                f"{observed_ms[name]:.1f}\npublished",
+                (1.0, observed_ms[name]),
+                (6, 0),
+                # Beside the axes: inside, a line would cross it.
+                xycoords=ax.get_yaxis_transform(),
                 textcoords="offset points",
+                va="center",
                 color=shade,
             )
     ax.set_xlim(sweep.index[0], sweep.index[-1])
