@@ -88,10 +88,13 @@ def by_context(found: pd.DataFrame, column: str, places: int = 2) -> pd.DataFram
         column: Which.
         places: Digits behind the point.
     """
-    wide = found[column].unstack("context_tokens").dropna(how="all").round(places)
+    wide = found[column].unstack("context_tokens").dropna(how="all")
     wide.columns = [f"{context:,}" for context in wide.columns]
-    shown = _named(_ordered(wide)).astype(object)
-    return shown.where(shown.notna(), "")
+    return _named(_ordered(wide)).map(lambda value: _text(value, places))
+
+
+def _text(value: float, places: int) -> str:
+    return "" if pd.isna(value) else f"{value:,.{places}f}"
 
 
 def _named(found: pd.DataFrame) -> pd.DataFrame:
@@ -142,21 +145,22 @@ def engines(table: pd.DataFrame) -> pd.DataFrame:
 
 def engines_in_words(found: pd.DataFrame) -> pd.DataFrame:
     """Return engines(...) for a reader, rounded; empty where a run has no other to compare."""
-    shown = pd.DataFrame(
-        {
-            "place in the run": found.place,
-            "start (s)": found.start_s.round(1),
-            "of it compiling (s)": found.compile_s.round(1),
-            "graphs (s)": found.capture_s,
-            "graphs (GiB)": found.graph_gib,
-            "KV (tokens)": found.kv_tokens.map("{:,.0f}".format),
-            "over no DCP": found.kv_over_none.round(2),
-            "over FLASH_ATTN's DCP 2": found.kv_over_theirs.round(3),
-            "exchange (MB)": found.exchange_mb.round(0),
-        }
-    )
-    shown = _named(shown).astype(object)
-    return shown.where(shown.notna(), "")
+    columns = {
+        "place": ("place in the run", 0),
+        "start_s": ("start (s)", 1),
+        "compile_s": ("of it compiling (s)", 1),
+        "capture_s": ("graphs (s)", 0),
+        "graph_gib": ("graphs (GiB)", 2),
+        "kv_tokens": ("KV (tokens)", 0),
+        "kv_over_none": ("over no DCP", 2),
+        "kv_over_theirs": ("over FLASH_ATTN's DCP 2", 3),
+        "exchange_mb": ("exchange (MB)", 0),
+    }
+    shown = {
+        words: found[column].map(lambda value, n=places: _text(value, n))
+        for column, (words, places) in columns.items()
+    }
+    return _named(pd.DataFrame(shown))
 
 
 def tokens(table: pd.DataFrame) -> pd.DataFrame:
@@ -177,6 +181,13 @@ def tokens(table: pd.DataFrame) -> pd.DataFrame:
     found = found.rename(columns=TOKEN_METRICS)[list(TOKEN_METRICS.values())].astype(int)
     found["same_share"] = found.same / found.sum(axis=1)
     return _ordered(found.reset_index("dtype"))
+
+
+def tokens_in_words(found: pd.DataFrame) -> pd.DataFrame:
+    """Return tokens(...) for a reader: counts of positions, and the share that is the same."""
+    shown = _named(found).rename(columns={"tied": "other, a tie", "other": "other, no tie"})
+    share = shown.pop("same_share").map(lambda value: f"{100 * value:.1f} %")
+    return shown.rename_axis(columns=None).assign(**{"share the same": share})
 
 
 def judged(table: pd.DataFrame) -> pd.DataFrame:
@@ -247,3 +258,11 @@ def expected(numbers: list[dict]) -> pd.DataFrame:
     }
     found = pd.DataFrame(rows, index=["published_ms", "modelled_ms"]).T
     return found.rename_axis("parameter set")
+
+
+def as_markdown(shown: pd.DataFrame) -> str:
+    """Return a table of words as Markdown, a line a row, its index in front."""
+    if shown.index.names != [None]:
+        shown = shown.reset_index()
+    lines = [list(shown.columns), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
