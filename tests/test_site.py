@@ -181,7 +181,18 @@ def test_the_browser_sees_what_is_wrong(tmp_path):
 def test_the_index_has_verdict_numbers_and_links(site):
     """The index opens with 06's answer and lists every headline number with its basis."""
     index = (site / "index.html").read_text()
-    assert index.index("The answer") < index.index("Headline numbers")
+    question, verdict, words, numbers = (
+        index.index(text)
+        for text in (
+            "<strong>Question.</strong> Where tensor parallelism",
+            "DCP cost 4x because it made the host the longer queue",
+            "<strong>Words.</strong> A <em>step</em>",
+            "Headline numbers",
+        )
+    )
+    assert index.index("The answer") < question < verdict < words < numbers
+    rows = re.findall(r'<a href="(\w+)\.html">\1</a></td></tr>', index)
+    assert rows[0] == "06_why_4x_tpot"
     for path in COMMITTED:
         for line in collect_headlines(nbformat.read(path, as_version=4)):
             row = f'<td>{html.escape(line.name, quote=False)}</td><td class="number">{line.text}'

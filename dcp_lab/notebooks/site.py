@@ -70,8 +70,8 @@ def _code(nb: NotebookNode) -> list[str]:
 def write_site(copies: Sequence[Path], folder: Path) -> Path:
     """Write the site of these notebooks and return its index.html.
 
-    index.html has the verdict (what an analyse notebook computes as markdown, the first one) and
-    the headline numbers; NAME.html is one notebook; slides/NAME.html its slides.
+    index.html has the verdict (see _verdict) and the headline numbers; NAME.html is one notebook;
+    slides/NAME.html its slides.
 
     Args:
         copies: Notebooks with outputs, in order; see sources.
@@ -125,9 +125,10 @@ def _write_pages(copies: Sequence[Path], folder: Path, environment: jinja2.Envir
     (folder / "site.css").write_text(
         css + HtmlFormatter(style="friendly").get_style_defs(".highlight"), encoding="utf-8"
     )
+    verdict, verdict_from = _verdict(copies, answers_first, names)
+    answers_first.sort(key=lambda c: c.name != verdict_from)
     shared = {"generator": GENERATOR, "chapters": chapters, "answers_first": answers_first}
     page = environment.get_template("site.html.j2")
-    verdict, verdict_from = _verdict(copies, answers_first, names)
     about = {"verdict": verdict, "verdict_from": verdict_from}
     (folder / "index.html").write_text(page.render(**shared, **about, chapter=None), "utf-8")
     slides = folder / "slides"
@@ -146,17 +147,49 @@ def _write_pages(copies: Sequence[Path], folder: Path, environment: jinja2.Envir
 def _verdict(
     copies: Sequence[Path], answers_first: Sequence[Chapter], names: Collection[str]
 ) -> tuple[str, str]:
-    """Return (HTML, notebook) of the first markdown that an analyse notebook computes."""
+    """Return (HTML, notebook) of the verdict: "" and "" where no notebook has one.
+
+    It is what an analyse notebook computes as text before its first section, the first that does:
+    between the question that it answers and the words that it uses, as far as the notebook opens
+    with them.
+    """
     path_of = {copy.stem: copy for copy in copies}
     for chapter in answers_first:
         if chapter.kind != "analyse":
             continue
         nb = read_notebook(path_of[chapter.name])
-        for cell in nb.cells:
-            for output in cell.get("outputs", []):
-                if "text/markdown" in output.get("data", {}):
-                    return _part(nb, [_only(cell, output)], names, "{}.html"), chapter.name
+        answers = list(_answers(nb))
+        if answers:
+            asked, words = (_opening(nb, lead) for lead in ("**Question.**", "**Words.**"))
+            return _part(nb, asked + answers + words, names, "{}.html"), chapter.name
     return "", ""
+
+
+def _before_sections(nb: NotebookNode) -> Iterator[NotebookNode]:
+    """Yield the cells before the first heading of the second level."""
+    for cell in nb.cells:
+        if cell.cell_type == "markdown" and re.search(r"^## ", cell.source, re.MULTILINE):
+            return
+        yield cell
+
+
+def _answers(nb: NotebookNode) -> Iterator[NotebookNode]:
+    """Yield what is computed as text before the first section."""
+    for cell in _before_sections(nb):
+        for output in cell.get("outputs", []):
+            if "text/markdown" in output.get("data", {}):
+                yield _only(cell, output)
+
+
+def _opening(nb: NotebookNode, lead: str) -> list[NotebookNode]:
+    """Return a cell with the paragraph before the first section that begins so, if one does."""
+    for cell in _before_sections(nb):
+        for paragraph in cell.source.split("\n\n") if cell.cell_type == "markdown" else []:
+            if paragraph.startswith(lead):
+                shown = copying.deepcopy(cell)
+                shown.source = paragraph
+                return [shown]
+    return []
 
 
 def _only(cell: NotebookNode, output: NotebookNode) -> NotebookNode:
@@ -186,7 +219,6 @@ def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """
     nb = read_notebook(copy)
     _describe_figures(nb)
-    verdict: list[tuple[str, list[NotebookNode]]] = []
     slides: list[tuple[str, list[NotebookNode]]] = []
     heading = title = title_of(nb)
     open_for_output = False
@@ -207,20 +239,17 @@ def _slides(copy: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
                     slides.append((heading, [shown]))
                     open_for_output = True
             continue
-        if heading == _NOT_SHOWN:
+        if heading in (title, _NOT_SHOWN):
             continue
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if HEADLINE_MIME in data:
-                continue
-            if heading == title:
-                if "text/markdown" in data:
-                    verdict.append((_ANSWER, [_only(cell, output)]))
                 continue
             is_figure = any(mime.startswith("image/") for mime in data)
             if is_figure or not open_for_output:
                 slides.append((heading, []))
             slides[-1][1].append(_only(cell, output))
             open_for_output = not is_figure
-    for heading, cells in verdict + slides:
+    answers = [(_ANSWER, [cell]) for cell in _answers(nb)]
+    for heading, cells in answers + slides:
         yield heading, _part(nb, cells, names, "{}.html")
