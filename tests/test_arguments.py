@@ -210,6 +210,9 @@ BAD = [
     ("out", torch.zeros(5, 4, 32), r"out: expected float32 \[T=5, Hq=4, Dv=16\], got float32"),
     ("out", torch.zeros(5, 4, 16).half(), r"out: expected float32 .*, got float16"),
     ("out", torch.zeros(5, 16, 4).mT, r"out: expected a contiguous last dimension"),
+    ("out", torch.zeros(5, 1, 16).expand(5, 4, 16), r"out: expected elements that do not share"),
+    ("out", torch.zeros(200).as_strided((5, 4, 16), (16, 8, 1)), r"out: .*strides \(16, 8, 1\)"),
+    ("lse", torch.zeros(5, 1).expand(5, 4), r"lse: expected elements that do not share memory"),
     ("lse", torch.zeros(4, 5), r"lse: expected float32 \[T=5, Hq=4\], got float32 \[4, 5\]"),
     ("lse", torch.zeros(5, 4).double(), r"lse: expected float32 \[T=5, Hq=4\], got float64"),
 ]
@@ -220,6 +223,20 @@ def test_bad_arguments_are_refused(name: str, value: object, message: str) -> No
     """A bad argument is named, with what was expected and what was given."""
     with pytest.raises(ValueError, match=message):
         check_decode_arguments(**arguments(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("out", torch.zeros(5, 8, 32)[:, ::2, :16]),
+        ("out", torch.zeros(4, 5, 16).transpose(0, 1)),
+        ("lse", torch.zeros(4, 5).T),
+        ("lse", torch.zeros(5, 9)[:, ::2][:, :4]),
+    ],
+)
+def test_gaps_and_other_orders_are_taken(name: str, value: torch.Tensor) -> None:
+    """A result may be part of a larger tensor, or lie heads first."""
+    check_decode_arguments(**arguments(**{name: value}))
 
 
 def test_one_row_a_request_without_query_start_loc() -> None:

@@ -577,6 +577,7 @@ def _check_call(
             shape=[("T", num_tokens), ("Hq", num_q_heads), ("Dv", cache.head_dim_v)],
             device=q.device,
             last_contiguous=True,
+            distinct=True,
         )
     if lse is not None:
         check_tensor(
@@ -585,6 +586,7 @@ def _check_call(
             dtypes=(torch.float32,),
             shape=[("T", num_tokens), ("Hq", num_q_heads)],
             device=q.device,
+            distinct=True,
         )
     return DecodeArguments(
         **vars(cache),

@@ -41,6 +41,7 @@ def check_tensor(
     shape: Sequence[int | str | tuple[str, int]] | None = None,
     device: torch.device | None = None,
     last_contiguous: bool = False,
+    distinct: bool = False,
 ) -> torch.Tensor:
     """Return value if it is the tensor that was asked for.
 
@@ -52,6 +53,7 @@ def check_tensor(
             ("B", 4). Default: any.
         device: Where it has to be. Default: anywhere.
         last_contiguous: Whether the last dimension needs stride 1.
+        distinct: Whether each element needs memory of its own, as one that is written does.
 
     Raises:
         ValueError: It is not.
@@ -80,7 +82,23 @@ def check_tensor(
     # A dimension of size 1 or a tensor without elements has no stride that could be wrong.
     if last_contiguous and value.stride(-1) != 1 and value.shape[-1] > 1 and value.numel():
         fail(argument, "a contiguous last dimension (stride 1)", f"strides {value.stride()}")
+    if distinct and _overlaps(value):
+        fail(
+            argument,
+            "elements that do not share memory, since it is written",
+            f"shape {list(value.shape)}, strides {value.stride()}",
+        )
     return value
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Return whether elements share memory, as far as each dimension spans the smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return value.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def _wanted(kind: str, shape: Sequence[int | str | tuple[str, int]] | None) -> str:

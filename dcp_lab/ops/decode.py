@@ -85,9 +85,9 @@ def paged_decode(
         sliding_window: Only the last so many keys are seen, the query's own included. Default:
             all.
         softcap: Scores become softcap * tanh(score / softcap), before masking. Default: none.
-        sinks: fp32 [Hq], one more logit a head in the denominator. Under a shard every rank is
-            given them and they count on rank 0. A row with a sink and no key has out 0 and
-            lse = sink. Default: none.
+        sinks: fp32 [Hq], one more logit a head in the denominator, finite or -inf (read on the
+            device, so not checked). Under a shard every rank is given them and they count on rank
+            0. A row with a sink and no key has out 0 and lse = sink. Default: none.
         k_scale, v_scale: Of an fp8 cache, value = stored * scale: a float > 0, or an fp32 tensor
             of 1 or of Hkv elements, read on the device. k_scale is in the LSE. Default: 1.
 

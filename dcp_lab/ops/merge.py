@@ -78,6 +78,7 @@ def merge_states(
             shape=(("T", num_tokens), ("H", num_heads), ("D", head_dim)),
             device=outs.device,
             last_contiguous=True,
+            distinct=True,
         )
     if lse is None:
         lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=outs.device)
@@ -88,6 +89,7 @@ def merge_states(
             dtypes=(torch.float32,),
             shape=(("T", num_tokens), ("H", num_heads)),
             device=outs.device,
+            distinct=True,
         )
     if lse.numel():
         launch_merge(outs=outs, lses=lses, out=out, lse=lse)
