@@ -30,6 +30,7 @@ from dcp_lab.kernels.primitives import (
     LOG2E,
     merge_step,
     merge_weight,
+    page_index,
     power_of_two,
     row_max,
     scaled_to_fp16,
@@ -259,12 +260,13 @@ def _decode_kernel(
                     tl.store(pad_lse, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_group)
 
     if HAS_ITEMS:
+        # All four before the branch: behind it the last three would wait for the first.
         request = tl.load(items_ptr + index * 4)
-        if request < 0:
-            return
         begin = tl.load(items_ptr + index * 4 + 1)
         end = tl.load(items_ptr + index * 4 + 2)
         splits = tl.load(items_ptr + index * 4 + 3)
+        if request < 0:
+            return
         slot = index
     else:
         request = index % num_requests
@@ -335,18 +337,19 @@ def _decode_kernel(
         scale *= tl.load(k_scale_ptr + tl.cast(kv_head, tl.int64) * stride_k_scale)
     if V_SCALE_ON_DEVICE:
         v_scale *= tl.load(v_scale_ptr + tl.cast(kv_head, tl.int64) * stride_v_scale)
-    row_scale = scale
+    # Scores in base 2, but for a soft cap, which is of natural ones.
+    row_scale = scale if HAS_SOFTCAP else scale * LOG2E
     if FP8 and q_ptr.dtype.element_ty != tl.float32:
         # bf16 has a wider range than fp16: a power of two brings each row's largest value to
         # between 1 and 2, so that nothing overflows and what underflows is below 2 ** -24.
         down, up = power_of_two(row_max(q))
         q = scaled_to_fp16(q, down)
-        row_scale = (scale * up)[:, None]
+        row_scale = (row_scale * up)[:, None]
     # fp16 probabilities from 2 ** -24 up: lifted so that small ones keep their digits.
     LIFT: tl.constexpr = 32768.0 if q.dtype == tl.float16 else 1.0
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    l_tile = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, V_COLUMNS], tl.float32)
     if V_PAIRS:
         # Of the odd columns; acc has the even ones.
@@ -355,42 +358,59 @@ def _decode_kernel(
     k_head = k_ptr + tl.cast(kv_head, tl.int64) * stride_k_h
     v_head = v_ptr + tl.cast(kv_head, tl.int64) * stride_v_h
     offs_n = tl.arange(0, BLOCK_N)
+    # A tile starts at a multiple of BLOCK_N: it lies in one page, or takes whole ones, or (page
+    # sizes that are no power of two) neither. In the first two a token's place in its page, but
+    # for where the tile starts in it, is the same in every tile and belongs in front of the loop,
+    # which else spends most of its instructions on addresses (sm_90, 64 tokens: 634, now 432).
+    ONE_PAGE: tl.constexpr = CHUNK == 0 and PAGE_SIZE % BLOCK_N == 0
+    FIXED_ROWS: tl.constexpr = CHUNK == 0 and (ONE_PAGE or BLOCK_N % PAGE_SIZE == 0)
+    offs_p = tl.arange(0, 1) if ONE_PAGE else offs_n
+    k_rows = k_head + k_dims[None, :]
+    v_rows = v_head + v_dims[None, :]
+    if FIXED_ROWS:
+        fixed = tl.cast(offs_n % PAGE_SIZE, tl.int64)[:, None]
+        k_rows += fixed * stride_k_t
+        v_rows += fixed * stride_v_t
     if begin < end:
         # Page ids run one tile ahead: loaded in the same iteration as K and V they would cost the
         # pipeline a stage (16 x 2k on an H200: 11.3 us carried, 12.3 not). Clamped to the last
         # page in use, since entries past it may hold anything.
-        page = tl.load(table + tl.minimum(begin + offs_n, end - 1) // PAGE_SIZE)
+        page = tl.load(table + page_index(tl.minimum(begin + offs_p, end - 1), PAGE_SIZE))
         for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            next_page = tl.load(table + tl.minimum(n0 + BLOCK_N + offs_n, end - 1) // PAGE_SIZE)
+            next_page = tl.load(
+                table + page_index(tl.minimum(n0 + BLOCK_N + offs_p, end - 1), PAGE_SIZE)
+            )
             position = n0 + offs_n
             if CHUNK > 0:
                 # Pieces start at a tile, so runs of CHUNK tokens are whole.
                 position = tl.multiple_of(tl.max_contiguous(position, BLOCK_N), BLOCK_N)
-            mask_n = position < end
+            mask_n = offs_n < end - n0
             # Masked past the end so that whatever lies there, NaN too, weighs nothing.
             mask_k = mask_n[:, None]
             if BLOCK_D != HEAD_DIM:
                 mask_k = mask_k & (offs_d < HEAD_DIM)[None, :]
             mask_v = mask_n[:, None]
             page64 = tl.cast(page, tl.int64)
-            in_page = tl.cast(position % PAGE_SIZE, tl.int64)
-            k_tokens = page64 * stride_k_p + in_page * (CHUNK if DENSE else stride_k_t)
+            k_tokens = page64 * stride_k_p
             v_tokens = page64 * stride_v_p
-            if CHUNK > 0:
-                # A run of CHUNK tokens is one load of 16 bytes, if it is masked as a whole.
-                mask_v = (position // CHUNK * CHUNK < end)[:, None]
-                v_tokens += in_page // CHUNK * stride_v_t + in_page % CHUNK
-                v_tokens = tl.max_contiguous(v_tokens, [CHUNK])
-            else:
-                v_tokens += in_page * stride_v_t
+            if ONE_PAGE:
+                start = tl.cast(n0 % PAGE_SIZE, tl.int64)
+                k_tokens += start * stride_k_t
+                v_tokens += start * stride_v_t
+            elif not FIXED_ROWS:
+                in_page = tl.cast(position % PAGE_SIZE, tl.int64)
+                k_tokens += in_page * (CHUNK if DENSE else stride_k_t)
+                if CHUNK > 0:
+                    # A run of CHUNK tokens is one load of 16 bytes, if it is masked as a whole.
+                    mask_v = (position // CHUNK * CHUNK < end)[:, None]
+                    v_tokens += in_page // CHUNK * stride_v_t + in_page % CHUNK
+                    v_tokens = tl.max_contiguous(v_tokens, [CHUNK])
+                else:
+                    v_tokens += in_page * stride_v_t
             if V_COLUMNS != V_WIDTH:
                 mask_v = mask_v & (offs_v < V_WIDTH)[None, :]
-            k = tl.load(
-                k_head + k_tokens[:, None] + k_dims[None, :],
-                mask=mask_k,
-                other=0.0,
-            )
-            v_at = v_head + v_tokens[:, None] + v_dims[None, :]
+            k = tl.load(k_rows + k_tokens[:, None], mask=mask_k, other=0.0)
+            v_at = v_rows + v_tokens[:, None]
             if V_PAIRS:
                 v, v1 = unpack_fp8(tl.load(v_at, mask=mask_v, other=0), q.dtype)
             else:
@@ -403,16 +423,15 @@ def _decode_kernel(
                 v = tl.where(mask_n[:, None], v, 0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * row_scale
             if HAS_SOFTCAP:
-                scores = soft_cap(scores, softcap)
-            scores *= LOG2E
+                scores = soft_cap(scores, softcap) * LOG2E
             visible = mask_n[None, :]
             if CAUSAL:
                 visible = visible & (position[None, :] < row_end[:, None])
             if WINDOW > 0:
                 visible = visible & (position[None, :] >= row_start[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-            p, alpha, m_i, l_i = softmax_update(
-                scores, m_i, l_i, MAY_BE_EMPTY=CAUSAL or WINDOW > 0
+            p, alpha, m_i, l_tile = softmax_update(
+                scores, m_i, l_tile, MAY_BE_EMPTY=CAUSAL or WINDOW > 0
             )
             p = (p * LIFT).to(v.dtype)
             acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
@@ -420,6 +439,7 @@ def _decode_kernel(
                 acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
             page = next_page
 
+    l_i = tl.sum(l_tile, 1)
     if V_PAIRS:
         acc = tl.join(acc, acc1).reshape(BLOCK_M, BLOCK_DV)
 

@@ -26,6 +26,7 @@ from dcp_lab.kernels.fp8 import unpack_fp8
 from dcp_lab.kernels.primitives import (
     LN2,
     LOG2E,
+    page_index,
     power_of_two,
     row_max,
     scaled_to_fp16,
@@ -200,12 +201,13 @@ def _mla_decode_kernel(
             tl.store(pad_lse, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_block)
 
     if HAS_ITEMS:
+        # All four before the branch, as in decode.py.
         request = tl.load(items_ptr + index * 4)
-        if request < 0:
-            return
         begin = tl.load(items_ptr + index * 4 + 1)
         end = tl.load(items_ptr + index * 4 + 2)
         splits = tl.load(items_ptr + index * 4 + 3)
+        if request < 0:
+            return
         slot = index
     else:
         request = index % num_requests
@@ -274,18 +276,30 @@ def _mla_decode_kernel(
     LIFT: tl.constexpr = 32768.0 if q_c0.dtype == tl.float16 else 1.0
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    l_tile = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc0 = tl.zeros([BLOCK_M, HALF], tl.float32)
     acc1 = tl.zeros([BLOCK_M, HALF], tl.float32)
     table = block_table_ptr + tl.cast(request, tl.int64) * stride_bt
     offs_n = tl.arange(0, BLOCK_N)
+    # What of an address is the same in every tile stands in front of the loop, as in decode.py.
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    FIXED_ROWS: tl.constexpr = ONE_PAGE or BLOCK_N % PAGE_SIZE == 0
+    offs_p = tl.arange(0, 1) if ONE_PAGE else offs_n
+    c_rows = kv_ptr + offs_h[None, :]
+    r_rows = kv_ptr + HEAD_DIM_V // STEP + offs_r[None, :]
+    if FIXED_ROWS:
+        fixed = (tl.cast(offs_n % PAGE_SIZE, tl.int64) * stride_kv_t)[:, None]
+        c_rows += fixed
+        r_rows += fixed
     if begin < end:
         # Page ids run one tile ahead and are clamped to the last page in use, as in decode.py.
-        page = tl.load(table + tl.minimum(begin + offs_n, end - 1) // PAGE_SIZE)
+        page = tl.load(table + page_index(tl.minimum(begin + offs_p, end - 1), PAGE_SIZE))
         for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            next_page = tl.load(table + tl.minimum(n0 + BLOCK_N + offs_n, end - 1) // PAGE_SIZE)
+            next_page = tl.load(
+                table + page_index(tl.minimum(n0 + BLOCK_N + offs_p, end - 1), PAGE_SIZE)
+            )
             position = n0 + offs_n
-            mask_n = position < end
+            mask_n = offs_n < end - n0
             # Masked past the end so that whatever lies there, NaN too, weighs nothing.
             mask_l0 = mask_n[:, None]
             mask_l1 = mask_l0
@@ -295,10 +309,13 @@ def _mla_decode_kernel(
             mask_lr = mask_n[:, None]
             if BLOCK_R != ROPE_DIM:
                 mask_lr = mask_lr & mask_r[None, :]
-            in_page = tl.cast(position % PAGE_SIZE, tl.int64)
-            latent = kv_ptr + (tl.cast(page, tl.int64) * stride_kv_p + in_page * stride_kv_t)
-            latent_c = latent[:, None] + offs_h[None, :]
-            latent_r = latent[:, None] + HEAD_DIM_V // STEP + offs_r[None, :]
+            tokens = tl.cast(page, tl.int64) * stride_kv_p
+            if ONE_PAGE:
+                tokens += tl.cast(n0 % PAGE_SIZE, tl.int64) * stride_kv_t
+            elif not FIXED_ROWS:
+                tokens += tl.cast(position % PAGE_SIZE, tl.int64) * stride_kv_t
+            latent_c = c_rows + tokens[:, None]
+            latent_r = r_rows + tokens[:, None]
             if FP8:
                 c0, c1 = unpack_fp8(tl.load(latent_c, mask=mask_l0, other=0), q_c0.dtype)
                 r0, r1 = unpack_fp8(tl.load(latent_r, mask=mask_lr, other=0), q_c0.dtype)
@@ -316,12 +333,13 @@ def _mla_decode_kernel(
             if CAUSAL:
                 visible = visible & (position[None, :] < row_end[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-            p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, MAY_BE_EMPTY=CAUSAL)
+            p, alpha, m_i, l_tile = softmax_update(scores, m_i, l_tile, MAY_BE_EMPTY=CAUSAL)
             p = (p * LIFT).to(c0.dtype)
             acc0 = tl.dot(p, c0, acc0 * alpha[:, None], input_precision="ieee")
             acc1 = tl.dot(p, c1, acc1 * alpha[:, None], input_precision="ieee")
             page = next_page
 
+    l_i = tl.sum(l_tile, 1)
     seen = l_i > 0.0
     norm = tl.where(seen, kv_scale / LIFT / tl.where(seen, l_i, 1.0), 0.0)[:, None]
     lse2 = tl.where(seen, m_i + tl.log2(tl.where(seen, l_i, 1.0)), float("-inf"))

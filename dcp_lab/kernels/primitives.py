@@ -46,6 +46,15 @@ def split_tiles(num_tiles, num_splits):
 
 
 @triton.jit
+def page_index(position, PAGE_SIZE: tl.constexpr):
+    """Return which page of its request a position (at least 0) lies in.
+
+    Unsigned: a signed division by a power of two is three instructions rather than a shift.
+    """
+    return position.to(tl.uint32) // PAGE_SIZE
+
+
+@triton.jit
 def or_zero(maximum):
     """Return a running maximum, 0 where nothing was seen (-inf): -inf - -inf would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
@@ -55,6 +64,8 @@ def or_zero(maximum):
 def softmax_update(scores, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
     """One online-softmax step in base 2: return (p, alpha, m_new, l_new) for scores [M, N].
 
+    l_i [M, N] holds the sums of each column of the tiles: whoever needs a row's sum adds them up
+    once, after the last tile, so that a tile reduces over its warps once, for the maximum.
     MAY_BE_EMPTY guards rows that have seen no key so far (maximum still -inf), which would give
     NaN.
     """
@@ -64,7 +75,7 @@ def softmax_update(scores, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
         base = or_zero(m_new)
     p = tl.exp2(scores - base[:, None])
     alpha = tl.exp2(m_i - base)
-    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, l_i * alpha[:, None] + p
 
 
 @triton.jit

@@ -179,7 +179,7 @@ def _varlen_kernel(
     k_head = k_ptr + kv_head * stride_k_h
     v_head = v_ptr + kv_head * stride_v_h
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    l_tile = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = n0 + tl.arange(0, BLOCK_N)
@@ -206,9 +206,12 @@ def _varlen_kernel(
         if WINDOW > 0:
             visible = visible & (position[None, :] >= row_start[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, MAY_BE_EMPTY=CAUSAL or WINDOW > 0)
+        p, alpha, m_i, l_tile = softmax_update(
+            scores, m_i, l_tile, MAY_BE_EMPTY=CAUSAL or WINDOW > 0
+        )
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
+    l_i = tl.sum(l_tile, 1)
     write_result = splits == 1
     if HAS_SINKS:  # noqa: SIM102 - a constexpr branch around one of the device
         if write_result:
