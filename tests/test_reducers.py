@@ -15,6 +15,8 @@ from reducer_ranks import NAMES, Case
 
 from dcp_lab import AttnState, Shard, make_reducer, merge_states
 from dcp_lab.kernels import INTERPRETED
+from dcp_lab.ops.checks import check_tensor
+from dcp_lab.reducers import base, make_query_gather, queries
 from dcp_lab.reducers.local_group import run_ranks
 from dcp_lab.reference import reference_decode, reference_merge
 from dcp_lab.testing import PagedCase, assert_within_budget
@@ -399,6 +401,96 @@ def test_group_of_one(reducer: str) -> None:
     for row in (0, 2):
         assert torch.equal(got.out[row], state.out[row])
         assert torch.equal(got.lse[row], state.lse[row])
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that reducers and gathers have checked."""
+    found: list[str] = []
+
+    def noting(name: str, *args: Any, **options: Any) -> torch.Tensor:
+        found.append(name)
+        return check_tensor(name, *args, **options)
+
+    for module in (base, queries):
+        monkeypatch.setattr(module, "check_tensor", noting)
+    return found
+
+
+@by_reducer
+@pytest.mark.parametrize("alone", [False, True], ids=["merges", "exchanges"])
+@pytest.mark.usefixtures("lone_group", "remembered")
+def test_a_repeated_call_is_not_checked_anew(reducer: str, alone: bool, checks: list[str]) -> None:
+    """The same buffers are known by their place; any other argument is checked, and refused."""
+    call = make_reducer(**ARGUMENTS | {"name": reducer})
+    if alone:
+        call.exchange_alone()
+    # The LSE is copied on the way, so that every branch of a call comes twice.
+    state = AttnState(torch.randn(3, 6, 64), torch.randn(6, 3).T)
+    shorter, output = AttnState(*(part[:2] for part in state)), torch.empty(3, 6, 64)
+    for turn in range(3):
+        state.out.mul_(1.5)
+        state.lse[turn] = -math.inf
+        for given, out in ((state, None), (shorter, None), (state, output)):
+            checks.clear()
+            got = call(given, out=out)
+            assert bool(checks) == (turn == 0)
+            seen = given.lse > -math.inf
+            assert torch.equal(got.lse, given.lse)
+            assert torch.equal(got.out, torch.where(seen[..., None], given.out, 0))
+            assert out is None or got.out is out
+    # Another tensor at another place, though with the same contents, is checked.
+    checks.clear()
+    assert torch.equal(call(AttnState(state.out.clone(), state.lse)).out, output)
+    assert checks == ["state.out", "state.lse"]
+    longer = AttnState(torch.zeros(5, 6, 64), torch.zeros(5, 6))
+    for bad, out, message in (
+        (longer, None, "state.out: expected at most max_tokens=4"),
+        (AttnState(state.out.half(), state.lse), None, "state.out: expected float32"),
+        (AttnState(state.out.view(torch.int32), state.lse), None, "state.out: expected float32"),
+        (AttnState(state.out, state.lse[:2]), None, "state.lse: expected"),
+        (AttnState(state.out.mT.contiguous().mT, state.lse), None, "state.out: .*contiguous"),
+        (AttnState([1.0], state.lse), None, "state.out: expected a tensor"),
+        (state.out, None, "state: expected AttnState"),
+        (state, output[:2], "out: expected"),
+        (state, output.mT.contiguous().mT, "out: expected a contiguous tensor"),
+        (shorter, output, "out: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(bad, out=out)
+    # What was known of where results go is forgotten with write_to.
+    out, lse = torch.full((4, 6, 64), math.nan), torch.full((4, 6), math.nan)
+    call.write_to(out, lse)
+    call(state)
+    assert torch.equal(out[:3], output) and torch.equal(lse[:3], state.lse)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["copies", "exchanges"])
+@pytest.mark.usefixtures("lone_group", "remembered")
+def test_a_repeated_gather_of_queries_is_not_checked_anew(alone: bool, checks: list[str]) -> None:
+    """As of a reducer; q that is not contiguous is copied on the way."""
+    sizes = {"max_tokens": 4, "num_q_heads_local": 2, "head_dim": 16, "dtype": torch.float32}
+    gather = make_query_gather("nccl", group=None, device="cpu", **sizes)
+    if alone:
+        gather.exchange_alone()
+    memory = torch.randn(4, 2, 48)
+    slices = (memory[..., :16], memory[:3, :, 16:32], memory[:3, :, 16:32].contiguous())
+    for turn in range(3):
+        for q in slices:
+            q.mul_(1.5)
+            checks.clear()
+            assert torch.equal(gather(q), q)
+            assert bool(checks) == (turn == 0)
+    q = slices[0]
+    for bad, message in (
+        (torch.zeros(5, 2, 16), "q: expected at most max_tokens=4"),
+        (q.half(), "q: expected float32"),
+        (q[:, :1], "q: expected float32"),
+        (memory[..., ::3], "q: expected a contiguous last dimension"),
+        ([1.0], r"q: expected a tensor \[T, 2, 16\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gather(bad)
 
 
 @by_reducer

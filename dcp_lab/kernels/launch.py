@@ -82,7 +82,53 @@ class Bindable(Protocol):
         """Launch once, and return what launches the same again; see Launch.bind."""
 
 
-class BoundCalls:
+class KnownCalls:
+    """What was found out about calls before, by all that it depends on.
+
+        key = call_key(q, k_cache, ..., softmax_scale)
+        found = calls.get(key)
+        if found is None:
+            found = ...  # check
+            calls.put(key, found)
+
+    Args:
+        most: Calls kept; one more and all are forgotten. Default: 2,048, twenty calls of a hundred
+            layers. An entry is a few kilobytes.
+
+    Notes:
+        A key keeps no tensor alive: it names addresses, shapes, strides and dtypes, and another
+        tensor for which all of these are the same is as good. What is put must keep none either,
+        but of whoever owns the calls.
+    """
+
+    def __init__(self, most: int = 2048) -> None:
+        self._most = most
+        self._calls: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable) -> Any:
+        """Return what was put for this key, None where nothing was."""
+        if key is None:
+            return None
+        try:
+            return self._calls.get(key)
+        except TypeError:
+            # Something in it that no check has passed.
+            return None
+
+    def put(self, key: Hashable, found: object) -> None:
+        """Keep what was found, unless the key is None."""
+        if key is None:
+            return
+        if len(self._calls) >= self._most:
+            self._calls.clear()
+        self._calls[key] = found
+
+    def forget(self) -> None:
+        """Forget all calls: something else has changed that they depend on."""
+        self._calls.clear()
+
+
+class BoundCalls(KnownCalls):
     """Calls that were checked and planned before, by everything that their launches depend on.
 
     A model's layer makes the same call in every step: the same buffers, other contents. The first
@@ -93,32 +139,14 @@ class BoundCalls:
             return
         ...  # check, plan
         calls.first(key, launches)
-
-    Args:
-        most: Calls kept; one more and all are forgotten. Default: 2,048, twenty calls of a hundred
-            layers. An entry is a few kilobytes.
-
-    Notes:
-        An entry keeps no tensor alive: a key names addresses, shapes, strides and dtypes, and
-        another tensor for which all of these are the same is launched in the same way.
     """
 
     # Set while somebody watches launches and has to see the tensors of each (graphs.watch).
     paused: ClassVar[bool] = False
 
-    def __init__(self, most: int = 2048) -> None:
-        self._most = most
-        self._calls: dict[Hashable, list[Callable[[], object]]] = {}
-
     def again(self, key: Hashable) -> bool:
         """Launch what a call of this key launched before; return whether there was one."""
-        if key is None or self.paused:
-            return False
-        try:
-            launches = self._calls.get(key)
-        except TypeError:
-            # Something in it that no check has passed.
-            return False
+        launches = None if self.paused else self.get(key)
         if launches is None:
             return False
         for launch in launches:
@@ -131,13 +159,11 @@ class BoundCalls:
             for launch in launches:
                 launch.run()
             return
-        if len(self._calls) >= self._most:
-            self._calls.clear()
-        self._calls[key] = [launch.bind(keep=False) for launch in launches]
+        self.put(key, [launch.bind(keep=False) for launch in launches])
 
 
 def call_key(*arguments: object) -> Hashable:
-    """Return what tells calls apart whose launches differ; None where nothing is to be kept.
+    """Return what tells calls apart that differ in more than contents; None to keep nothing.
 
     Args:
         arguments: Everything that the launches depend on: tensors, and values that hash.
@@ -147,9 +173,11 @@ def call_key(*arguments: object) -> Hashable:
     """
     if INTERPRETED:
         return None
-    key = []
+    key: list[Hashable] = []
     for argument in arguments:
-        if isinstance(argument, torch.Tensor):
+        if argument is None:
+            key.append(None)
+        elif isinstance(argument, torch.Tensor):
             if not argument.is_cuda:
                 return None
             key.append((argument.data_ptr(), argument.dtype, argument.shape, argument.stride()))

@@ -42,17 +42,31 @@ class AllGatherReduceScatterReducer(Reducer):
         self._own_lse = self._buffer((rows,), torch.float32)
         self._lses = self._buffer((self.size * rows,), torch.float32)
         self._weighed = self._buffer((rows * self.head_dim,), self.dtype)
+        self._views_of: int | None = None
 
     def _reduce(self, out: torch.Tensor, lse: torch.Tensor, merged: AttnState) -> None:
-        num_tokens, num_heads, head_dim = out.shape
-        rows = num_tokens * num_heads
+        num_tokens = out.shape[0]
+        if self._views_of != num_tokens:
+            # Views cost the host microseconds; the layers of a step share them.
+            self._views = self._make_views(num_tokens)
+            self._views_of = num_tokens
+        own_lse, lses, received, weighed, sent = self._views
         if not lse.is_contiguous():
-            lse = self._own_lse[:rows].view(num_tokens, num_heads).copy_(lse)
-        lses = self._lses[: self.size * rows].view(self.size, num_tokens, num_heads)
-        weighed = self._weighed[: rows * head_dim].view(
-            self.size, num_tokens, self.heads_per_rank, head_dim
-        )
-        # Ranks along the first dimension: the form that gloo takes too.
-        all_gather(lses.flatten(0, 1), lse, group=self.group)
+            lse = own_lse.copy_(lse)
+        all_gather(received, lse, group=self.group)
         launch_rescale(rank=self.rank, out=out, lses=lses, send=weighed, lse=merged.lse)
-        reduce_scatter(merged.out, weighed.flatten(0, 1), group=self.group)
+        reduce_scatter(merged.out, sent, group=self.group)
+
+    def _make_views(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return room for a contiguous lse, then what is gathered, then what is scattered.
+
+        These in two shapes: ranks apart, as the kernel takes them, and along the first dimension,
+        the form that gloo takes too.
+        """
+        rows = num_tokens * self.num_q_heads
+        lses = self._lses[: self.size * rows].view(self.size, num_tokens, self.num_q_heads)
+        weighed = self._weighed[: rows * self.head_dim].view(
+            self.size, num_tokens, self.heads_per_rank, self.head_dim
+        )
+        own_lse = self._own_lse[:rows].view(num_tokens, self.num_q_heads)
+        return own_lse, lses, lses.flatten(0, 1), weighed, weighed.flatten(0, 1)
