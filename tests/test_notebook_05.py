@@ -12,6 +12,7 @@ from test_verdict_prose import unquoted, wrong
 
 from dcp_lab import cli
 from dcp_lab.analysis import attribution, engines, tables
+from dcp_lab.notebooks.headlines import collect_headlines
 from dcp_lab.serving import retrieval
 from dcp_lab.serving.settings import SETTINGS
 
@@ -175,6 +176,19 @@ def test_the_tables_are_those_of_today():
             engines.expected(tables.headline_numbers()),
         )
     ]
+
+
+def test_the_headlines_are_of_one_run():
+    """What the README holds against each other was measured in one go."""
+    tpot = engines.times(tables.measured(engines.TABLE))
+    ms = tpot.median_ms[engines.widest_run(tpot)]
+    told = {line.name: line.value for line in collect_headlines(BOOK)}
+    served = "vLLM 0.25.1 on two H200s, 16 x "
+    assert {name: value for name, value in told.items() if name.startswith(served)} == {
+        f"{served}{context:,}: {engines.NAMES[name]}": pytest.approx(ms[name, context])
+        for context in (2000, 32000)
+        for name in (engines.NO_DCP, engines.THEIRS, "ours_direct_full")
+    }
 
 
 def test_the_commands_name_what_there_is():
