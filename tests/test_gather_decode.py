@@ -159,7 +159,8 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan, gather, then one launch unsplit or as a prefill kernel, two split."""
     counts: list[int] = []
     run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (counts.append(1), run(launch)))
+    # What run returns is what a bound call launches again.
+    monkeypatch.setattr(Launch, "run", lambda launch: counts.append(1) or run(launch))
     case = PagedCase.build([70, 20], num_q_heads=2, num_kv_heads=1, device=DEVICE)
     for options, expected in (
         ({"attend": "prefill"}, 3),

@@ -330,7 +330,8 @@ def test_launches(monkeypatch):
     """A call launches 1 kernel unsplit, 2 split, 2 with a prepared workspace."""
     names: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel), run(launch)))
+    # What run returns is what a bound call launches again.
+    monkeypatch.setattr(Launch, "run", lambda launch: names.append(launch.kernel) or run(launch))
     latents = build((40, 150))
     workspace = DecodeWorkspace(2, 4, 1, 80, head_dim_v=64, kv_dtype=torch.float32, device=DEVICE)
     workspace.prepare(latents.case.seq_lens)

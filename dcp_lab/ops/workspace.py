@@ -75,45 +75,99 @@ def choose_config(
         device: Where it runs.
     """
     if head_dim > MAX_HEAD_DIM:
-        return _choose_latent_config(itemsize, rows, num_splits_hint, device)
-    # Tiles of 64 tokens with two programs a multiprocessor were fastest or within 2 % from 16 x 3k
-    # to 256 x 1k; little work is better in half as many programs (16 x 2k: 10.7 us against 11.2).
-    # More programs than that want small tiles, so that all of them run at once: 16 x 2k with 32 KV
-    # heads (512 programs) takes 125 us with 32 tokens and 2 warps, 153 with 64.
-    small = num_programs > 2 * device.num_sms
-    block_n, num_warps, slots_per_sm = (32, 2, 4) if small else (64, 4, 2)
-    if max_tokens <= 32768 and num_programs <= device.num_sms:
-        slots_per_sm = 1
-    # Wider heads keep a tile's 32 KB; narrower ones do not want more tokens (32q/4kv d64, 16 x 2k:
-    # 13.8 us with 64 tokens, 15.3 with 128).
+        return _choose_latent_config(itemsize, rows, max_tokens, num_splits_hint, device)
     width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(head_dim_v)
-    fitting = triton.next_power_of_2(block_n * 512 // (width * itemsize) + 1) // 2
-    block_n = max(16, min(block_n, fitting))
+    if device.arch == "cuda":
+        return _choose_cuda_config(
+            width=width,
+            itemsize=itemsize,
+            rows=rows,
+            num_programs=num_programs,
+            max_tokens=max_tokens,
+            num_splits_hint=num_splits_hint,
+            num_sms=device.num_sms,
+        )
     reduce = _choose_reduce(num_splits_hint)
-    if itemsize == 1 and device.arch == "cuda" and not small and width <= 256:
-        # Two warps a program, twice as many programs: a trial kernel of the same form on an H200
-        # was fastest so (16 x 2k: 8.86 us with 32 tokens and 256 programs; 64 x 8k: 42.5 with 64
-        # tokens and 512). Not timed again with this one.
-        few = max_tokens <= 32768
-        block_n, num_warps, slots_per_sm = (32, 2, 2) if few else (64, 2, 4)
-    if device.arch == "hip":
-        # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. A query tile over 16
-        # rows leaves registers for half the tokens (64 tokens: 4 to 8 scalar spills, 32: none; by
-        # `dcp-lab amd-report`). Built, never run here.
-        # So does fp8, whose unpacked copy takes the rest, but for narrow heads, of which half the
-        # tokens would be loads of 8 bytes.
-        if rows > 16 or (itemsize == 1 and width > 128):
-            block_n = max(16, block_n // 2)
-        return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2, **reduce)
-    # A program that starts while its predecessor drains saves 0.5 us (16 x 2k: 10.7 against 11.2)
-    # but lands where there is room. With two programs a multiprocessor some then get three and
-    # others one: 64 x 8k 88 against 71.4 us, 256 x 1k 47.0 against 37.8, 16 x 8k 23.6 in one run
-    # and 25.8 in another against 24.0. So only where one each is enough.
-    overlap_entry = slots_per_sm == 1
+    block_n = 32 if num_programs > 2 * device.num_sms else 64
+    block_n = _fitting_tile(block_n, width * itemsize)
+    # CDNA has 64 KB (gfx942) or 160 KB (gfx950) of LDS a CU: two stages. A query tile over 16 rows
+    # leaves registers for half the tokens (64 tokens: 4 to 8 scalar spills, 32: none; by
+    # `dcp-lab amd-report`). Built, never run here.
+    # So does fp8, whose unpacked copy takes the rest, but for narrow heads, of which half the
+    # tokens would be loads of 8 bytes.
+    if device.arch == "hip" and (rows > 16 or (itemsize == 1 and width > 128)):
+        block_n = max(16, block_n // 2)
+    # The interpreter runs programs one after the other: few large ones.
+    slots_per_sm = 1 if device.arch == "interpreter" else 2
     return DecodeConfig(
-        block_n=block_n,
+        block_n=block_n, num_warps=4, num_stages=2, slots_per_sm=slots_per_sm, **reduce
+    )
+
+
+def _fitting_tile(tokens: int, token_bytes: int) -> int:
+    """Return the tokens of a tile: as asked, fewer where they would take more than 512 B each.
+
+    Narrower heads do not want more of them (32q/4kv d64, 16 x 2k: 13.8 us with 64 tokens, 15.3
+    with 128).
+    """
+    fitting = triton.next_power_of_2(tokens * 512 // token_bytes + 1) // 2
+    return max(16, min(tokens, fitting))
+
+
+def _choose_cuda_config(
+    *,
+    width: int,
+    itemsize: int,
+    rows: int,
+    num_programs: int,
+    max_tokens: int,
+    num_splits_hint: int,
+    num_sms: int,
+) -> DecodeConfig:
+    """Return the config of `_decode_kernel` on an NVIDIA GPU; times are us on an H200.
+
+    width is the elements of K and V of a token and head; the rest as in choose_config.
+
+    A program that starts while its predecessor drains (overlap_entry) saves up to 0.5 us, but
+    lands where there is room: where three fit on a multiprocessor and two each are enough, some
+    get three and others one (64 x 8k with 64 tokens and 3 stages: 81 to 86 against 70 to 73). So
+    only where there are fewer programs than that, or with a fourth stage, of which two fit.
+    """
+    reduce = _choose_reduce(num_splits_hint)
+    if num_splits_hint <= 4:
+        # 64 x 8k: 71.5 against 72.1 with 64 columns; with 16 pieces (16 x 8k) 24.5 against 23.9.
+        reduce["reduce_columns"] = 128
+    few = num_programs <= num_sms
+    if num_programs > 2 * num_sms:
+        # More programs than slots want small tiles, so that all of them run at once: 16 x 2k with
+        # 32 KV heads (512 programs) takes 125.8 with 32 tokens and 2 warps, 153 with 64.
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 32, 2, 3, 3, True
+    elif itemsize == 1 and width <= 256 and few and max_tokens <= 32768:
+        # 16 x 2k: 9.2; 64 tokens and 4 warps 9.6, 32 and 2 9.6.
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 128, 4, 3, 1, True
+    elif itemsize == 1 and width <= 256:
+        # 64 x 8k: 45.8; two programs a multiprocessor 51 and more, whatever the tile.
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 2, 3, 4, False
+    elif few and max_tokens <= 98304 and (num_programs >= 16 or num_splits_hint > 128):
+        # 16 x 1k 7.2, 16 x 2k 9.7, 1 x 64k 14.6; 64 tokens and 4 warps 7.5, 10.2, 15.5. Still
+        # level with uneven lengths up to 4.9k (12.7 and 12.9), behind at 16 x 8k (24.7 and 23.9).
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 32, 2, 3, 2, True
+    elif few and max_tokens <= 32768:
+        # 1 x 1k 4.7, 1 x 8k 7.0; 32 tokens and 2 warps 5.2 and 7.0.
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 4, 3, 1, True
+    elif num_programs >= 64 and rows == 16:
+        # 64 x 8k 71.5 to 72.1, 256 x 1k 38.4 to 38.7; three stages without overlap 72.1 to 72.8
+        # and 39.3, but 23.9 against 24.2 at 16 x 8k. A tile of half the bytes (d64) needs no
+        # fourth stage: 13.2 against 13.8 without overlap.
+        full = width * itemsize >= 512
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 4, 4, 2, True
+        num_stages = 4 if full else 3
+    else:
+        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 4, 3, 2, False
+    return DecodeConfig(
+        block_n=_fitting_tile(block_n, width * itemsize),
         num_warps=num_warps,
-        num_stages=3,
+        num_stages=num_stages,
         slots_per_sm=slots_per_sm,
         overlap_entry=overlap_entry,
         **reduce,
@@ -132,14 +186,11 @@ def _choose_reduce(num_splits_hint: int) -> dict[str, int]:
 
 
 def _choose_latent_config(
-    itemsize: int, rows: int, num_splits_hint: int, device: Device
+    itemsize: int, rows: int, max_tokens: int, num_splits_hint: int, device: Device
 ) -> DecodeConfig:
     """Return the config of `_mla_decode_kernel` for a latent of up to 512 + 64 elements.
 
-    Chosen by what the compiled kernel needs, never timed: 64 rows of 512 fp32 results fill the
-    registers of 8 warps, and with them a tile of 64 tokens spills. bf16 on an sm_90 (Triton 3.6):
-    16 rows in 4 warps take 93 KB of shared memory and 189 registers, so two programs fit on a
-    multiprocessor; 64 rows in 8 warps 184 KB and 255 registers, so one.
+    Times are us on an H200, requests x tokens; with 16 heads in bf16 unless said.
     """
     reduce = _choose_reduce(num_splits_hint)
     if device.arch == "hip":
@@ -155,12 +206,34 @@ def _choose_latent_config(
     if itemsize == 4:
         # fp32 does without tensor cores: 94 registers with 16 tokens and 8 warps, 4 warps spill.
         return DecodeConfig(block_n=16, num_warps=8, num_stages=2, slots_per_sm=1, **reduce)
-    few = rows == 16
+    if num_splits_hint <= 16:
+        # Results are 512 wide: with 64 columns and one warp a program the reduce kernel has so
+        # many that 64 x 1k takes 32.6 rather than 30.0, and 64 x 1k of fp8 36.5 rather than 33.7.
+        reduce |= {"reduce_columns": 256, "reduce_warps": 2}
+    if rows > 16:
+        # 128 heads: 16 x 8k 160, 64 x 1k 85; 32 tokens and 3 stages 173 and 89. fp8 has 32 rows,
+        # never timed.
+        block_n, num_stages = (64, 2) if itemsize == 2 else (32, 3)
+        return DecodeConfig(
+            block_n=block_n, num_warps=8, num_stages=num_stages, slots_per_sm=1, **reduce
+        )
+    if max_tokens <= 32768:
+        # 1 x 8k 10.3, 16 x 1k 12.5; 64 tokens and 8 warps 11.3 and 14.0. fp8 not timed.
+        return DecodeConfig(
+            block_n=32, num_warps=4, num_stages=3, slots_per_sm=1, overlap_entry=True, **reduce
+        )
+    if itemsize == 2 and max_tokens > 524288:
+        # 16 x 64k: 289; 64 tokens and 8 warps 299.
+        return DecodeConfig(block_n=32, num_warps=4, num_stages=3, slots_per_sm=2, **reduce)
+    # 64 x 1k 29.8, 16 x 8k 46.5, of fp8 33.7 and 56.7; 32 tokens and 4 warps, two programs a
+    # multiprocessor, 31.2, 48.5, 36.0 and 58.4. Of bf16 one program fills a multiprocessor, so
+    # that one which starts early takes no room from another.
     return DecodeConfig(
-        block_n=32,
-        num_warps=4 if few else 8,
+        block_n=64,
+        num_warps=8,
         num_stages=3,
-        slots_per_sm=2 if few else 1,
+        slots_per_sm=1,
+        overlap_entry=itemsize == 2,
         **reduce,
     )
 
