@@ -13,6 +13,8 @@ import torch
 from dcp_lab import AttnState, merge_states
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.kernels.merge import MergeConfig, launch_pack, launch_rescale
+from dcp_lab.ops import merge
+from dcp_lab.ops.checks import check_tensor
 from dcp_lab.reference import reference_merge
 from dcp_lab.testing import assert_within_budget
 
@@ -231,6 +233,40 @@ def test_given_buffers(dtype: torch.dtype) -> None:
     assert_same_bits(AttnState(out.contiguous(), lse.contiguous()), merge_states(outs, lses))
     assert int(out_home.isnan().sum()) == out_home.numel() - out.numel()
     assert int(lse_home.isnan().sum()) == lse_home.numel() - lse.numel()
+
+
+def test_a_repeated_merge_is_not_checked_anew(
+    remembered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same buffers are merged again by what they hold now; others are checked, and refused."""
+    checked: list[str] = []
+
+    def noting(name: str, *args: object, **options: object) -> torch.Tensor:
+        checked.append(name)
+        return check_tensor(name, *args, **options)
+
+    monkeypatch.setattr(merge, "check_tensor", noting)
+    outs, lses = random_states(3, 4, 6, 64)
+    out, lse = torch.empty(4, 6, 64), torch.empty(4, 6)
+    for turn in range(3):
+        outs.mul_(1.5)
+        lses[turn] = -math.inf
+        for states in (3, 2):
+            checked.clear()
+            got = merge_states(outs[:states], lses[:states], out=out, lse=lse)
+            assert bool(checked) == (turn == 0)
+            assert got.out is out and got.lse is lse
+            assert_same_bits(got, merge_states(outs[:states].clone(), lses[:states].clone()))
+    for bad, message in (
+        ({"outs": outs.half()}, "out: expected float16"),
+        ({"lses": lses[:2]}, "lses: expected"),
+        ({"lses": [1.0]}, "lses: expected"),
+        ({"out": out[:3]}, "out: expected"),
+        ({"lse": lse.half()}, "lse: expected"),
+    ):
+        given = {"outs": outs, "lses": lses, "out": out, "lse": lse}
+        with pytest.raises(ValueError, match=message):
+            merge_states(**{**given, **bad})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from dcp_lab import AttnState, Shard
+from dcp_lab.kernels import launch
+from dcp_lab.ops.gather import CountedLaunch
 from dcp_lab.reference import reference_decode, reference_merge
 from dcp_lab.testing import PagedCase
 from dcp_lab.vllm_plugin import attention, gate
@@ -385,6 +387,90 @@ def test_the_published_path_attends_the_new_token_apart(monkeypatch: pytest.Monk
     assert own[0].shape[1] == NUM_Q_HEADS // 2 and own[4].tolist() == [1, 1, 1]
 
 
+class SamePlaces:
+    """An exchange of two ranks without a peer: its buffers are where they are in every step."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.q = torch.cat([q, q], dim=1)
+        self.own = AttnState(torch.empty_like(self.q), torch.empty(self.q.shape[:2]))
+
+    def gather(self, q: torch.Tensor) -> torch.Tensor:
+        return self.q[: len(q)]
+
+    def state(self, num_tokens: int) -> AttnState:
+        return AttnState(*(part[:num_tokens] for part in self.own))
+
+    def reduce(self, state: AttnState, output: torch.Tensor, lse: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("gather", [None, "per_page", "published"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layers_call_is_known_in_the_next_step(
+    remembered: None, monkeypatch: pytest.MonkeyPatch, ranks: int, gather: str | None, tokens: int
+):
+    """Each step after the first of so many decodes launches only: nothing is planned anew."""
+    planned: list[str] = []
+
+    def bind(call: Any, *, keep: bool) -> Any:
+        planned.append(type(call).__name__)
+        return lambda: None
+
+    for kind in (launch.Launch, CountedLaunch):
+        monkeypatch.setattr(kind, "bind", bind)
+    requests, layers = 3, 2
+    shard = Shard(ranks - 1, ranks, 16)
+    shape = LayerShape(2, 1, 64, None, torch.float32, torch.float32)
+    cpu = torch.device("cpu")
+    limits = Limits(4, 4 * tokens, tokens, 256, 1 << 12, 16)
+    planner = Planner([shape], limits, shard, cpu, gather=gather)
+    # What vLLM keeps where it is: its input batch, caches, and what pieces of a model return.
+    rows = requests * tokens
+    q = torch.randn(rows, 2, 64)
+    caches = torch.randn(layers, 12, 2, 16, 1, 64)
+    new, output = torch.randn(2, rows, 1, 64), torch.empty(rows, 2, 64)
+    starts = torch.arange(0, rows + 1, tokens, dtype=torch.int32)
+    seq_lens = torch.tensor([33, 5, 20], dtype=torch.int32)
+    table = torch.arange(12, dtype=torch.int32).view(requests, 4)
+    exchange = SamePlaces(q) if ranks > 1 else None
+    pair, lse = scratch_pair(rows, 2, 64, torch.float32, cpu), torch.empty(rows, 2)
+    # vLLM may keep a step's plan until it has made the next one.
+    steps = []
+    for turn in range(3):
+        planned.clear()
+        steps.append(
+            planner.plan(
+                num_tokens=rows,
+                num_decodes=requests,
+                num_decode_tokens=rows,
+                max_query_len=tokens,
+                query_start_loc=starts,
+                seq_lens=seq_lens,
+                local_seq_lens=None,
+                block_table=table,
+                max_seq_len=64,
+            )
+        )
+        for cache in caches:
+            attend(
+                q,
+                *split_kv_cache(cache, 64, torch.float32),
+                steps[-1],
+                output,
+                lse=lse,
+                shape=shape,
+                shard=shard,
+                exchange=exchange,
+                softmax_scale=0.125,
+                key=new[0],
+                value=new[1],
+                pair=pair,
+            )
+        assert bool(planned) == (turn == 0)
+        seq_lens += tokens
+
+
 def test_a_small_step_has_tiles_of_its_own():
     """Steps of 16 and of 300 requests use different workspaces, each large enough."""
     shape = LayerShape(4, 1, 64, None, torch.float32, torch.float32)
@@ -417,6 +503,21 @@ def test_the_sizes_gather_into_one_buffer():
         buffers = [getattr(workspace, side) for workspace in made]
         assert len({buffer.data_ptr() for buffer in buffers}) == 1
         assert [len(buffer) for buffer in buffers] == [workspace.max_tokens for workspace in made]
+
+
+def test_an_exchanges_state_is_at_one_place_for_any_number_of_tokens():
+    """Every step's attention goes to the first rows of the same buffers."""
+    from dcp_lab.vllm_plugin.attention import Exchange
+
+    exchange = Exchange.__new__(Exchange)
+    exchange._state = AttnState(torch.empty(5, 4, 8), torch.empty(5, 4))
+    exchange._out, exchange._lse = exchange._state
+    for tokens in (5, 2, 2, 3, 0, 5):
+        state = exchange.state(tokens)
+        assert state.out.shape == (tokens, 4, 8) and state.lse.shape == (tokens, 4)
+        if tokens:
+            assert state.out.data_ptr() == exchange._out.data_ptr()
+            assert state.lse.data_ptr() == exchange._lse.data_ptr()
 
 
 def test_long_prefills_go_through_the_reducer_in_pieces():

@@ -804,6 +804,7 @@ class ExchangeConfig:
     wait_launch: bool = False
 
     @classmethod
+    @functools.cache
     def from_payload(cls, payload_bytes: int, num_sms: int) -> ExchangeConfig:
         """Return the config for a payload of so many bytes a peer.
 

@@ -219,12 +219,18 @@ class MergeConfig:
         return cls(block_rows=min(triton.next_power_of_2(num_rows), 1024))
 
 
+def merge_again(
+    outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> bool:
+    """Do what launch_merge did for these tensors, if it is known; return whether it is."""
+    return _CALLS.again(call_key("merge", outs, lses, out, lse))
+
+
 def launch_merge(
     *, outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Merge outs [N, T, H, D] and lses [N, T, H] into out [T, H, D] and lse [T, H]; one launch."""
-    key = call_key("merge", outs, lses, out, lse)
-    if _CALLS.again(key):
+    if merge_again(outs, lses, out, lse):
         return
     num_states, num_tokens, num_heads, head_dim = outs.shape
     num_rows = num_tokens * num_heads
@@ -259,7 +265,7 @@ def launch_merge(
         {"num_warps": config.num_warps},
     )
     with torch.cuda.device_of(outs):
-        _CALLS.first(key, [launch])
+        _CALLS.first(call_key("merge", outs, lses, out, lse), [launch])
     if rounded is not out:
         out.copy_(rounded)
 

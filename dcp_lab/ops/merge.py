@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dcp_lab.kernels import INTERPRETED
-from dcp_lab.kernels.merge import launch_merge
+from dcp_lab.kernels.merge import launch_merge, merge_again
 from dcp_lab.ops.checks import FLOAT_DTYPES, check_tensor, fail, unsupported
 from dcp_lab.ops.device import is_here
 from dcp_lab.state import AttnState
@@ -46,6 +46,8 @@ def merge_states(
     Notes:
         Accumulates in fp32 and rounds once. States are taken in order n = 0, 1, ..., so the same
         inputs give the same bits.
+        Host: a call with the arguments of an earlier one (the same memory and shapes, out and lse
+            given) is not checked and planned again.
         Graph capture: safe with out and lse given; one launch, no device sync. out and lse must
         not overlap outs and lses. Offsets are 64-bit. CPU: runs through Triton's interpreter;
         bf16 is computed in fp32 and rounded once.
@@ -53,6 +55,8 @@ def merge_states(
     Source:
         Online softmax merge (arXiv 1805.02867), as in flash-decoding. Written here.
     """
+    if out is not None and lse is not None and merge_again(outs, lses, out, lse):
+        return AttnState(out, lse)
     check_tensor(
         "outs", outs, dtypes=FLOAT_DTYPES, shape=("N", "T", "H", "D"), last_contiguous=True
     )

@@ -141,7 +141,8 @@ class Planner:
 
     Notes:
         What a captured graph reads keeps its address: the workspaces and seq_lens are made here,
-        once. block_table and global_seq_lens are vLLM's own persistent tensors.
+        once. block_table and global_seq_lens are vLLM's own persistent tensors. So a layer makes
+        the same call in every step of so many decodes, which the ops then only launch.
     """
 
     def __init__(
@@ -168,7 +169,12 @@ class Planner:
         ]
         if gather is not None:
             self._share_gathered()
-        self._local = torch.zeros(limits.max_requests, dtype=torch.int32, device=device)
+        # (Tokens of this rank, tokens before the step, the step's own), of each request.
+        self._local, self._before, self._own_lens = torch.zeros(
+            3, most, dtype=torch.int32, device=device
+        )
+        own_table = (most, limits.decode_query_len) if self._published else (0, 0)
+        self._own_table = torch.zeros(own_table, dtype=torch.int32, device=device)
 
     def _decode_workspace(self, shape: LayerShape, requests: int) -> DecodeWorkspace:
         return DecodeWorkspace(
@@ -229,7 +235,12 @@ class Planner:
         if part.flash:
             return Context(seq_lens, there)
         most = torch.arange(part.max_query_len, dtype=torch.int32, device=self.device)
-        return Context(seq_lens, there, starts[:-1, None] + most, own.to(torch.int32))
+        return Context(
+            _fill(self._before, seq_lens),
+            there,
+            _fill(self._own_table, starts[:-1, None] + most),
+            _fill(self._own_lens, own),
+        )
 
     def plan(
         self,
@@ -310,6 +321,11 @@ class Planner:
         return Step(num_tokens, tuple(parts))
 
 
+def _fill(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return value at the start of a buffer, where it lies in every step."""
+    return buffer[tuple(map(slice, value.shape))].copy_(value)
+
+
 class Exchange:
     """The DCP group's query gather and reducer for one shape, shared by all its layers.
 
@@ -351,6 +367,7 @@ class Exchange:
         rows = (max_tokens, num_q_heads)
         self._out = torch.empty(*rows, shape.head_dim, dtype=shape.q_dtype, device=device)
         self._lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self._state = AttnState(self._out, self._lse)
         # The first calls connect the ranks and compile, which must not happen inside a capture nor
         # while a request waits. The size picks the kernels' form: one of each magnitude. On a CPU
         # nothing is compiled, and large ones take seconds.
@@ -367,18 +384,24 @@ class Exchange:
 
     def state(self, num_tokens: int) -> AttnState:
         """Return where this rank's attention of all heads goes."""
-        return AttnState(self._out[:num_tokens], self._lse[:num_tokens])
+        if len(self._state.out) != num_tokens:
+            self._state = AttnState(self._out[:num_tokens], self._lse[:num_tokens])
+        return self._state
 
     def reduce(
         self, state: AttnState, output: torch.Tensor, lse: torch.Tensor | None = None
     ) -> None:
         """Merge the ranks' states into this rank's heads of output, and of lse where given."""
-        for start in range(0, len(output), self.reducer.max_tokens):
-            rows = slice(start, start + self.reducer.max_tokens)
-            piece = AttnState(state.out[rows], state.lse[rows])
-            merged = self.reducer(piece, out=output[rows])
-            if lse is not None:
-                lse[rows].copy_(merged.lse)
+        most = self.reducer.max_tokens
+        if len(output) > most:
+            for start in range(0, len(output), most):
+                rows = slice(start, start + most)
+                piece = AttnState(state.out[rows], state.lse[rows])
+                self.reduce(piece, output[rows], None if lse is None else lse[rows])
+            return
+        merged = self.reducer(state, out=output)
+        if lse is not None:
+            lse.copy_(merged.lse)
 
     def memory_bytes(self) -> int:
         """Return the bytes of device memory that gather, reducer and the state hold."""
@@ -460,6 +483,10 @@ def attend(
         else:
             heads, state = exchange.gather(q[rows]), exchange.state(end - first)
         for part in once:
+            if len(once) == 1:
+                # A view costs the host a microsecond, in each layer.
+                layer.attend(part, heads, state)
+                continue
             own = slice(part.tokens.start - first, part.tokens.stop - first)
             layer.attend(part, heads[own], AttnState(state.out[own], state.lse[own]))
         if exchange is not None:
