@@ -280,3 +280,14 @@ def test_a_peer_that_cannot_be_captured_is_left_out(no_graphs, monkeypatch, caps
     assert "peer fa3 auto: left out: operation not permitted" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="not permitted"):
         protocol.measure(x, [ours, peer, protocol.read_variant(x)], samples=5)
+
+
+def test_no_sample_holds_a_layers_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer of every variant is called before the clock first starts."""
+    events: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("sync"))
+    calls = {name: lambda layer, name=name: events.append((name, layer)) for name in "ab"}
+    wall, host = timing.eager_times(calls, layers=2, samples=1)
+    layers = [(name, layer) for name in "ab" for layer in range(2)]
+    assert events[:5] == [*layers, "sync"]
+    assert [len(wall[name]) for name in "ab"] == [len(host[name]) for name in "ab"] == [1, 1]

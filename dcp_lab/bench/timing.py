@@ -67,7 +67,9 @@ def eager_times(
     wall: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
-        call(0)
+        # A layer's first call is checked and planned, as no later step's is.
+        for layer in range(layers):
+            call(layer)
     names = list(calls)
     for round_ in range(samples):
         turn = round_ % len(names)
