@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_lab.bench import copies, decode_targets, mla, protocol, record, sweep, timing
+from dcp_lab.bench import copies, decode_targets, mla, protocol, record, sweep, timing, workers
 from dcp_lab.bench import decode as command
 from dcp_lab.bench import gqa as bench
 from dcp_lab.bench.protocol import Variant, check_variant, right_ones
+from dcp_lab.kernels.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = bench.DecodeShape(3, 32, num_q_heads=4, num_kv_heads=2, head_dim=32)
@@ -206,13 +207,57 @@ def test_a_sweep_refuses_a_tile_that_is_none(tile, capsys):
 
 @pytest.mark.parametrize("text", ["1x1024", "16x2048:uneven", "mla:64x1024"])
 def test_a_sweep_times_what_it_was_asked_for(text):
-    """Each tile, slots and reduce is one config, with and without overlap, by a name of its own."""
+    """Each tile, slots and reduce is one config, with and without overlap, by its own name."""
     shape = sweep.parse_any(text)
     found = sweep.configs(shape, [(64, 4, 3)], (1, 2))
     assert len(found) == len({*found.values()}) == (12 if shape.requests == 1 else 4)
     assert {(c.block_n, c.num_warps, c.num_stages) for c in found.values()} == {(64, 4, 3)}
     assert {c.slots_per_sm for c in found.values()} == {1, 2}
     assert len(sweep.configs(shape)) == len(sweep.tiles_of(shape)) * 2 * len(found)
+
+
+def _build(folder, name):
+    """Leave a file, or fail."""
+    if name == "fails":
+        raise RuntimeError("said where it is timed")
+    print("unseen")
+    (folder / name).touch()
+
+
+def test_kernels_are_compiled_side_by_side(tmp_path, capfd):
+    """Each item is built in another process; one that fails ends neither the rest nor the run."""
+    work = [(tmp_path, name) for name in ("a", "fails", "b")]
+    assert workers.compile_side_by_side(_build, work, 2) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+    assert "unseen" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cell", "op"),
+    [
+        (bench.DecodeShape(2, 40, num_q_heads=2, num_kv_heads=1, head_dim=16), "_decode_kernel"),
+        (mla.MlaShape(1, 40, num_q_heads=2), "_mla_decode_kernel"),
+    ],
+)
+def test_a_cell_is_compiled_on_one_layer(cell, op, monkeypatch):
+    """Before a run with workers each variant of a cell is called, on one layer."""
+    if torch.cuda.is_available():
+        pytest.skip("counts the interpreter's launches")
+    layers, launched = [], set()
+    for module in (bench, mla):
+        make = module.make_layers
+
+        def on_cpu(*args, make=make, **options):
+            layers.append(options["layers"])
+            return make(*args, **{**options, "dtype": torch.float32}, device="cpu")
+
+        monkeypatch.setattr(module, "make_layers", on_cpu)
+    run = Launch.run
+    monkeypatch.setattr(
+        Launch, "run", lambda launch: launched.add(launch.kernel.__name__) or run(launch)
+    )
+    command.compile_cell(cell, peers=True)
+    assert layers == [1] and {op, "_plan_kernel"} <= launched
 
 
 def test_needs_a_gpu(capsys, monkeypatch):

@@ -33,6 +33,7 @@ Not measured: the rest of a layer, several ranks, MI3xx GPUs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -40,11 +41,13 @@ import torch
 from tqdm import tqdm
 
 from dcp_lab.analysis.tables import measured_path
-from dcp_lab.bench import decode_targets, record
+from dcp_lab.bench import decode_targets, gqa, mla, record
 from dcp_lab.bench.copies import CopyShape, measure_copies, parse_copies
 from dcp_lab.bench.gqa import DecodeShape, measure_shape, parse_shape
 from dcp_lab.bench.mla import MlaShape, measure_mla, parse_mla
+from dcp_lab.bench.workers import compile_side_by_side
 from dcp_lab.kernels import INTERPRETED
+from dcp_lab.peers import DECODE_PEERS, MLA_PEERS
 
 Cell = DecodeShape | MlaShape | CopyShape
 
@@ -102,6 +105,21 @@ def measure_cell(cell: Cell, *, samples: int, peers: bool) -> list[dict[str, obj
     return measure_shape(cell, samples=samples, peers=peers)
 
 
+def compile_cell(cell: Cell, peers: bool) -> None:
+    """Leave a cell's kernels in Triton's cache: each variant is called once, on one layer."""
+    if isinstance(cell, CopyShape):
+        return
+    bench, others = (mla, MLA_PEERS) if isinstance(cell, MlaShape) else (gqa, DECODE_PEERS)
+    x = bench.make_layers(cell, dtype=torch.bfloat16, layers=1)
+    for variant in bench.variants_of(x):
+        variant.call(0)
+    for peer in others if peers else ():
+        for make in peer.calls(x).values() if peer.why_absent() is None else ():
+            # A peer that does not run here says so where it is timed; the next still compiles.
+            with contextlib.suppress(Exception):
+                make().run(0)
+
+
 def show(name: str, rows: list[dict[str, object]]) -> str:
     """Return the rows of one cell as a small table for a terminal."""
     head = f"{name}, us a layer"
@@ -144,6 +162,13 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--gate", action="store_true", help="measure nothing: judge the table")
     parser.add_argument("--peers", action="store_true", help="measure the peers that are here too")
     parser.add_argument("--dry-run", action="store_true", help="print the grid and stop")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="compile the kernels of all cells in so many processes before the first is measured "
+        "(default: each cell's when it is measured)",
+    )
     options = parser.parse_args(args)
     if options.gate:
         return decode_targets.gate(options.out or measured_path("decode_h200"))
@@ -173,6 +198,11 @@ def main(args: list[str] | None = None) -> int:
         print(f"bench decode: {reason}", file=sys.stderr)
         return 2
     out = options.out or measured_path(f"decode_{record.machine_name(str(source['gpu']))}")
+    if options.workers > 0:
+        print(f"compiling for {len(cells)} cells", file=sys.stderr, flush=True)
+        compile_side_by_side(
+            compile_cell, [(cell, options.peers) for cell in cells], options.workers
+        )
     for cell in tqdm(cells, desc="shapes", file=sys.stderr):
         try:
             rows = measure_cell(cell, samples=options.samples, peers=options.peers)

@@ -11,11 +11,9 @@ Every config is checked against float64 before it is timed.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import itertools
 import json
-import multiprocessing
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from dcp_lab.bench import gqa, mla, timing
 from dcp_lab.bench.gqa import DecodeShape
 from dcp_lab.bench.mla import MlaShape
 from dcp_lab.bench.protocol import Variant, check_variant, read_variant
+from dcp_lab.bench.workers import compile_side_by_side
 from dcp_lab.ops.workspace import DecodeConfig
 
 SHAPES = (
@@ -139,21 +138,9 @@ def _one_layer(shape: Shape) -> gqa.Layers | mla.MlaLayers:
     return make_inputs(shape, layers=1)
 
 
-def _compile(shape: Shape, config: DecodeConfig) -> None:
+def compile_config(shape: Shape, config: DecodeConfig) -> None:
     """Leave a config's kernels in Triton's cache."""
-    try:
-        variant_of(_one_layer(shape), "compiled", config).call(0)
-        torch.cuda.synchronize()
-    except (RuntimeError, triton.runtime.errors.OutOfResources):
-        # Said where it is timed.
-        pass
-
-
-def compile_all(work: list[tuple[Shape, DecodeConfig]], workers: int) -> None:
-    """Compile the kernels of all configs, many at a time, before any is timed."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        list(pool.map(_compile, *zip(*work, strict=True)))
+    variant_of(_one_layer(shape), "compiled", config).call(0)
 
 
 def parse_any(text: str) -> Shape:
@@ -190,10 +177,8 @@ def main(args: list[str] | None = None) -> None:
         parser.error(str(wrong))
     found = {shape: configs(shape, tiles, options.slots or (1, 2, 3, 4)) for shape in shapes}
     if options.workers:
-        compile_all(
-            [(shape, config) for shape in shapes for config in found[shape].values()],
-            options.workers,
-        )
+        work = [(shape, config) for shape in shapes for config in found[shape].values()]
+        compile_side_by_side(compile_config, work, options.workers)
     everything = []
     for shape in shapes:
         rows = sweep(shape, found[shape], samples=options.samples)
