@@ -131,7 +131,9 @@ def _choose_cuda_config(
     A program that starts while its predecessor drains (overlap_entry) saves up to 0.5 us, but
     lands where there is room: where three fit on a multiprocessor and two each are enough, some
     get three and others one (64 x 8k with 64 tokens and 3 stages: 81 to 86 against 70 to 73). So
-    only where there are fewer programs than that, or with a fourth stage, of which two fit.
+    it is off for such tiles (the last branch, and fp8's of many tokens); on where programs are
+    fewer, or small and more than run at once, where a fourth stage lets two fit, and for tiles
+    of half the bytes.
     """
     reduce = _choose_reduce(num_splits_hint)
     if num_splits_hint <= 4:
@@ -159,9 +161,8 @@ def _choose_cuda_config(
         # 64 x 8k 71.5 to 72.1, 256 x 1k 38.4 to 38.7; three stages without overlap 72.1 to 72.8
         # and 39.3, but 23.9 against 24.2 at 16 x 8k. A tile of half the bytes (d64) needs no
         # fourth stage: 13.2 against 13.8 without overlap.
-        full = width * itemsize >= 512
-        block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 4, 4, 2, True
-        num_stages = 4 if full else 3
+        num_stages = 4 if width * itemsize >= 512 else 3
+        block_n, num_warps, slots_per_sm, overlap_entry = 64, 4, 2, True
     else:
         block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 4, 3, 2, False
     return DecodeConfig(
