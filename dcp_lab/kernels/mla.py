@@ -299,7 +299,7 @@ def _mla_decode_kernel(
                 table + page_index(tl.minimum(n0 + BLOCK_N + offs_p, end - 1), PAGE_SIZE)
             )
             position = n0 + offs_n
-            mask_n = offs_n < end - n0
+            mask_n = position < end
             # Masked past the end so that whatever lies there, NaN too, weighs nothing.
             mask_l0 = mask_n[:, None]
             mask_l1 = mask_l0

@@ -777,9 +777,9 @@ def _plan_attention(
         row_blocks = triton.cdiv(a.max_query_len, block_m)
     if device.arch == "hip" and (a.sliding_window or a.max_query_len > 1):
         # The masks of rows that see less take scalar registers: with all keys of a tile 6 to 21
-        # spill, with half none, but with a window and 64 rows still 9 (`dcp-lab amd-report`).
-        # Built, never run here.
-        fewer = 4 if a.sliding_window and block_m == 64 else 2
+        # spill, with half none, but with a window and 64 rows still 9, with a window and a soft
+        # cap 1 (`dcp-lab amd-report`). Built, never run here.
+        fewer = 4 if a.sliding_window and (block_m == 64 or a.softcap) else 2
         config = dataclasses.replace(config, block_n=max(16, config.block_n // fewer))
     ragged = a.query_start_loc is not None
     grid = (a.num_q_heads // pack, row_blocks * num_splits, a.num_requests + ragged)
