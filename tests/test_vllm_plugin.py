@@ -15,6 +15,7 @@ import torch
 
 from dcp_lab import AttnState, Shard
 from dcp_lab.kernels import launch
+from dcp_lab.kernels.exchange import ExchangeConfig
 from dcp_lab.ops.gather import CountedLaunch
 from dcp_lab.reference import reference_decode, reference_merge
 from dcp_lab.testing import PagedCase
@@ -584,3 +585,17 @@ def test_what_was_run_on_a_gpu_has_its_rows():
     for version, entry in releases().items():
         (line,) = re.findall(rf"^\| {re.escape(version)} \| (.*) \|$", readme, re.M)
         assert line.startswith("run" if "run" in entry else "checked")
+
+
+@pytest.mark.parametrize("token_bytes", [16 * 128 * 2, 8 * 128 * 2, 2 * 64 * 2, 96 * 512 * 2, 1])
+@pytest.mark.parametrize("num_sms", [132, 84, 256])
+@pytest.mark.parametrize("max_tokens", [1, 3, 100, 1024, 4097])
+def test_every_form_of_an_exchange_is_built_before_a_request(max_tokens, num_sms, token_bytes):
+    """Whatever a step's tokens, its exchange has a form that was launched at the start."""
+    forms = {
+        tokens: ExchangeConfig.from_payload(tokens * token_bytes, num_sms).tile_bytes
+        for tokens in range(1, max_tokens + 1)
+    }
+    sizes = attention.sizes_of_each_form(max_tokens)
+    assert sizes[-1] == max_tokens and len(sizes) <= 14
+    assert {forms[tokens] for tokens in sizes} == set(forms.values())

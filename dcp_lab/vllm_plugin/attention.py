@@ -369,13 +369,10 @@ class Exchange:
         self._lse = torch.empty(rows, dtype=torch.float32, device=device)
         self._state = AttnState(self._out, self._lse)
         # The first calls connect the ranks and compile, which must not happen inside a capture nor
-        # while a request waits. The size picks the kernels' form: one of each magnitude. On a CPU
-        # nothing is compiled, and large ones take seconds.
-        most = max_tokens if torch.device(device).type == "cuda" else 1
-        sizes = {min(4**power, most) for power in range(most.bit_length())}
+        # while a request waits. On a CPU nothing is compiled, and large ones take seconds.
         self._out.zero_()
         self._lse.zero_()
-        for tokens in sorted(sizes):
+        for tokens in sizes_of_each_form(max_tokens if torch.device(device).type == "cuda" else 1):
             q = torch.zeros(
                 tokens, shape.num_q_heads, shape.head_dim, dtype=shape.q_dtype, device=device
             )
@@ -414,6 +411,15 @@ class Exchange:
             check = getattr(part, "check", None)
             if check is not None:
                 check()
+
+
+def sizes_of_each_form(max_tokens: int) -> list[int]:
+    """Return token counts up to max_tokens that between them launch an exchange's every form.
+
+    A form is of payloads up to twice the last one's (ExchangeConfig.from_payload), so that each
+    has a power of two of tokens, or starts beyond the last of these.
+    """
+    return sorted({2**power for power in range(max_tokens.bit_length())} | {max_tokens})
 
 
 def attend(
