@@ -115,6 +115,8 @@ def run(
         stem = "report_part"
     page = write_report([result.copy for result in results], out / f"{stem}.html")
     _print_headlines(console, results)
+    if not names:
+        _print_left_out(console, notebooks.find([], root), results)
     failed = [result.notebook.name for result in results if not result.ok]
     console.print(f"report: {_shown(page)}", soft_wrap=True, highlight=False)
     if failed:
@@ -162,6 +164,7 @@ def bench(context: typer.Context) -> None:
         for name, (_, help_) in _BENCHES.items():
             print(f"  {name:8} {help_}")
         print("\nOptions of one: dcp-lab bench NAME --help")
+        print("Speed targets, judged from the committed rows: --gate of decode, reduce and serve.")
         return
     if what not in _BENCHES:
         raise NotebookError(f"bench: expected one of {', '.join(_BENCHES)}, got {what!r}")
@@ -302,7 +305,17 @@ class _Screen(Listener):
             self.console.print(f"  bring it up to date: {command}", highlight=False)
 
 
+def _print_left_out(console: Console, there: Sequence[Path], results: Sequence[Result]) -> None:
+    """Name the notebooks that a run of everything did not run on this machine."""
+    ran = {result.notebook.name for result in results}
+    left_out = [path.stem for path in there if path.stem not in ran]
+    if left_out:
+        names = ", ".join(left_out)
+        console.print(f"left out here: {names} (dcp-lab doctor says why)", highlight=False)
+
+
 def _print_headlines(console: Console, results: Sequence[Result]) -> None:
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -320,7 +333,9 @@ def _print_headlines(console: Console, results: Sequence[Result]) -> None:
         if result.headlines:
             table.add_row(Text(result.notebook.name, style="dim"))
         for line in result.headlines:
-            table.add_row(Text(f"  {line.name}"), Text(line.text), Text(line.basis))
+            # A name's second line is indented as its first, or it would look like a notebook.
+            name = Padding(Text(line.name), (0, 0, 0, 2))
+            table.add_row(name, Text(line.text), Text(line.basis))
     if table.row_count:
         console.print(table)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import v4
+from rich.console import Console
 
 import dcp_lab
 from dcp_lab import cli
@@ -81,6 +82,32 @@ def test_run_prints_headlines_and_the_report(repository, capsys):
     assert status("run", "01", "-p", "seed=3") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "report: build/report_01_small.html"
     assert (repository / "build" / "report.html").read_text() == page
+
+
+def test_a_run_of_everything_names_what_it_left_out(repository, capsys, monkeypatch):
+    """Without a GPU a run of everything says which notebooks it left out; one by name none."""
+    monkeypatch.setattr("dcp_lab.notebooks.execute.gpu_present", lambda: False)
+    text = (repository / "notebooks" / "01_small.ipynb").read_text()
+    measure = text.replace('"kind": "teach"', '"kind": "measure"')
+    assert measure != text
+    (repository / "notebooks" / "02_big.ipynb").write_text(measure)
+    assert status("run") == 0
+    said = capsys.readouterr().out
+    assert "left out here: 02_big (dcp-lab doctor says why)\n" in said
+    assert "ok     02_big" not in said
+    assert status("run", "01") == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_long_headline_wraps_under_its_name(capsys):
+    """The second line of a headline number begins where its first does, a notebook's name left."""
+    line = types.SimpleNamespace(name="a name of many words " * 3, text="1 ms", basis="measured")
+    notebook = types.SimpleNamespace(name="01_small")
+    result = types.SimpleNamespace(notebook=notebook, headlines=[line])
+    cli._print_headlines(Console(width=50), [result])
+    said = capsys.readouterr().out.splitlines()
+    lines = said[said.index(next(row for row in said if row.startswith("01_small"))) + 1 :]
+    assert len(lines) > 1 and all(row[:2] == "  " != row[1:3] for row in lines)
 
 
 def test_failing_notebook_is_shown_and_gives_status_1(repository, capsys):
@@ -177,7 +204,7 @@ def test_bench_help_lists_the_benches(capsys, flag):
     """`bench --help` says what can be measured and how to go on."""
     assert status("bench", flag) == 0
     said = capsys.readouterr().out
-    for words in ("decode ", "reduce ", "dcp-lab bench NAME --help"):
+    for words in ("decode ", "reduce ", "dcp-lab bench NAME --help", "--gate of decode, reduce"):
         assert words in said
 
 
