@@ -200,7 +200,18 @@ def test_the_command_reads_a_table(tmp_path, capsys):
     assert "nothing measured yet" in capsys.readouterr().out
     record.write_rows(path, cell(), record.DECODE)
     assert decode_targets.gate(path) == 1
-    assert "holds         launches a call: 2.00 launches" in capsys.readouterr().out
+    first, *printed = capsys.readouterr().out.splitlines()
+    rows = record.read_table(path, record.DECODE)
+    day, commit = rows.date_utc.iloc[0][:10], rows.git_commit.iloc[0][:7]
+    assert first == (
+        f"decode_test.csv: {len(rows)} rows of {rows.gpu_count[0]} x {rows.gpu[0]}, "
+        f"measured {day}, the last at commit {commit}"
+    )
+    assert any(line.startswith("holds         launches a call: 2.00 launches") for line in printed)
+    assert "(wish): shown, not counted" in printed and "targets hold" in printed[-1]
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert decode_targets.gate(path) == 1
+    assert "decode_test.csv: no rows" in capsys.readouterr().out
     path.write_text("op\nfa3\n")
     assert decode_targets.gate(path) == 2
     assert "has no column" in capsys.readouterr().err

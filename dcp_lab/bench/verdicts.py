@@ -78,6 +78,19 @@ def summary(verdicts: Sequence[Verdict]) -> tuple[str, int]:
     return line, 0 if holds == len(counted) else 1
 
 
+def judged_rows(name: str, table: pd.DataFrame) -> str:
+    """Return one line on the rows that are judged: how many, of what, when, at which commit."""
+    if table.empty:
+        return f"{name}: no rows"
+    last = table.loc[table.date_utc.idxmax()]
+    machines = table.groupby(["gpu_count", "gpu"]).size().index
+    gpus = ", ".join(f"{count} x {gpu}" for count, gpu in machines)
+    first_day, last_day = table.date_utc.min()[:10], last.date_utc[:10]
+    days = last_day if first_day == last_day else f"{first_day} to {last_day}"
+    rows = f"{name}: {len(table):,} rows of {gpus}, measured {days}"
+    return f"{rows}, the last at commit {last.git_commit[:7]}"
+
+
 def judge(
     path: Path,
     schema: pa.DataFrameSchema,
@@ -96,6 +109,7 @@ def judge(
     try:
         if path.exists():
             table = record.read_table(path, schema)
+            print(judged_rows(path.name, table))
         else:
             print(f"{path.name}: nothing measured yet: {command}")
             table = pd.DataFrame(columns=list(schema.columns))
@@ -105,6 +119,10 @@ def judge(
     found = verdicts(table)
     for verdict in found:
         print(verdict)
+    if any(verdict.wish for verdict in found):
+        print("(wish): shown, not counted")
+    if any(verdict.missing for verdict in found):
+        print("cells: shapes or contexts; a target holds once all of its cells are measured")
     line, status = summary(found)
     print(line)
     return status
