@@ -421,7 +421,8 @@ def notebook_states(
         if unknown:
             does = f"needs something unknown: {', '.join(unknown)}"
         elif lacking:
-            does = f"needs {' and '.join(lacking)}; its rows are in data/measured"
+            verb = "measuring needs" if kind == "measure" else "needs"
+            does = f"{verb} {' and '.join(lacking)}; its rows are in data/measured"
         elif kind != "analyse" and not probe.works:
             does = "needs working kernels"
         elif kind == "measure":

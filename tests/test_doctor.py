@@ -401,7 +401,7 @@ def test_notebooks_say_what_they_can_do_here(tmp_path):
     assert states(tmp_path, WORKS) == {
         "01_a": (True, "runs its kernels interpreted"),
         "02_b": (True, "reads data/"),
-        "03_c": (False, f"needs two GPUs and vLLM; {measured}"),
+        "03_c": (False, f"measuring needs two GPUs and vLLM; {measured}"),
         "04_d": (False, f"needs AMD's AITER; {measured}"),
         "05_e": (False, "needs something unknown: luck"),
         "06_f": (False, "does not say what it is"),
