@@ -646,6 +646,14 @@ def printed(*texts: str, tags: Sequence[str] = ()) -> nbformat.NotebookNode:
     return v4.new_notebook(cells=[cell])
 
 
+def written(text: str) -> nbformat.NotebookNode:
+    """Return a notebook of one cell that showed this as Markdown, with the text IPython adds."""
+    cell = code("Markdown()")
+    data = {"text/markdown": text, "text/plain": "<IPython.core.display.Markdown object>"}
+    cell.outputs = [v4.new_output("execute_result", data=data)]
+    return v4.new_notebook(cells=[cell])
+
+
 def headlined(**values: object) -> nbformat.NotebookNode:
     """Return a notebook of one headline number."""
     cell = code("headline()")
@@ -661,6 +669,10 @@ def headlined(**values: object) -> nbformat.NotebookNode:
         pytest.param(printed("a 1.0\n"), printed("a 1.1\n"), "now 'a 1.1'", id="number"),
         pytest.param(printed("a\n"), printed("a\nb\n"), "1 lines, now 2", id="line"),
         pytest.param(printed("a\n"), printed(), r"committed \['text'\], now \[\]", id="output"),
+        pytest.param(
+            written("It takes 4.0 ms."), written("It takes 4.1 ms."), "now 'It takes 4.1", id="said"
+        ),
+        pytest.param(written("a\n\nlevel"), written("a\n\nlonger"), "now 'longer'", id="claim"),
         pytest.param(
             headlined(name="t", value=4.0), headlined(name="t", value=4.1), "t: c", id="headline"
         ),
@@ -692,6 +704,7 @@ def test_what_changed_is_told(committed, fresh, match):
     ("committed", "fresh"),
     [
         pytest.param(printed("a 1.00000\n"), printed("a  1.00001\n"), id="last-digits"),
+        pytest.param(written("a 1.00000"), written("a  1.00001"), id="last-digits-of-markdown"),
         pytest.param(
             printed("3 us", tags=["varies"]), printed("9 us", tags=["varies"]), id="varies-cell"
         ),

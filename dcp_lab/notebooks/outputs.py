@@ -62,9 +62,9 @@ def differences(committed: NotebookNode, fresh: NotebookNode) -> list[str]:
     """Return where the outputs of two runs of one notebook differ, a line each.
 
     Headline numbers must agree to half of the last digit that is shown and have the same unit,
-    printed text must agree word by word and its numbers within 0.1 %, figures and tables in kind
-    and number. What varies by its nature is left out: values of headlines with varies=True, cells
-    tagged 'varies', anything on stderr.
+    printed text and Markdown must agree word by word and their numbers within 0.1 %, figures and
+    tables in kind and number. What varies by its nature is left out: values of headlines with
+    varies=True, cells tagged 'varies', anything on stderr.
     """
     found = []
     old_numbers, new_numbers = collect_headlines(committed), collect_headlines(fresh)
@@ -111,8 +111,10 @@ def _comparable(cell: NotebookNode) -> list[tuple[str, str]]:
         if images:
             outputs.append((images[0], ""))
         else:
-            # A table's HTML says what its text says, with ids that change.
-            outputs.append(("+".join(sorted(data)), data.get("text/plain", "")))
+            # The text of a Markdown object names its class alone. A table's HTML says what its
+            # text says, with ids that change.
+            text = data.get("text/markdown", data.get("text/plain", ""))
+            outputs.append(("+".join(sorted(data)), text))
     return outputs
 
 
