@@ -1,7 +1,7 @@
 """A few layers of each step as the profiler saw them: read, and cut to one layer.
 
-`dcp-lab bench stack --traces FILE` keeps them, of TRACED_LAYERS layers, for ui.perfetto.dev.
-Committed small as data/measured/traces_MACHINE.json.gz, with and without a second GPU.
+`dcp-lab bench stack --traces FILE` keeps them, of TRACED_LAYERS layers, for ui.perfetto.dev. Those
+under data/measured with a name of FILES are shown; without one the notebooks say that none is.
 """
 
 from __future__ import annotations
