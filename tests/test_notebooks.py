@@ -670,7 +670,7 @@ def headlined(**values: object) -> nbformat.NotebookNode:
         pytest.param(printed("a\n"), printed("a\nb\n"), "1 lines, now 2", id="line"),
         pytest.param(printed("a\n"), printed(), r"committed \['text'\], now \[\]", id="output"),
         pytest.param(
-            written("It takes 4.0 ms."), written("It takes 4.1 ms."), "now 'It takes 4.1", id="said"
+            written("takes 4.0 ms"), written("takes 4.1 ms"), "now .takes 4.1 ms", id="said"
         ),
         pytest.param(written("a\n\nlevel"), written("a\n\nlonger"), "now 'longer'", id="claim"),
         pytest.param(
