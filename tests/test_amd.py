@@ -54,6 +54,8 @@ def test_reads_assembly():
         ({}, "lds_bytes = 70000, the chip has 65536"),
         ({"mfma": ""}, "no MFMA"),
         ({"global_load_bits": "32 x9"}, "expected 128 bits"),
+        ({"global_load_bits": "128 x9, 32 x15, 16 x64"}, "expected 128 bits"),
+        ({"global_load_bits": ""}, "expected 128 bits"),
     ],
 )
 def test_names_every_fault(changes, fault):

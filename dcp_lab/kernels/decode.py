@@ -206,9 +206,9 @@ def _decode_kernel(
     there is one item a request and split, requests faster.
 
     CHUNK is x under SHUFFLE, else 0: then stride_k_c is from x head dims of K to the next,
-    stride_v_t from x tokens of V to the next; DENSE says that stride_k_t and stride_v_d are x, so
-    that the compiler sees 16-byte loads. With FP8 but without CHUNK v_ptr points to 16-bit
-    words, and its strides count them.
+    stride_v_t from x tokens of V to the next; DENSE says that stride_k_t and stride_v_d are x and
+    that each run of x tokens of V starts at a multiple of 16 bytes: 16-byte loads. With FP8 but
+    without CHUNK v_ptr points to 16-bit words, and its strides count them.
     """
     if WAIT_LAUNCH:
         # Launched while the kernel before it drains: nothing of its results is read above this
@@ -391,6 +391,8 @@ def _decode_kernel(
                 mask_k = mask_k & (offs_d < HEAD_DIM)[None, :]
             mask_v = mask_n[:, None]
             page64 = tl.cast(page, tl.int64)
+            if CHUNK > 0:
+                page64 = tl.max_constancy(page64, [CHUNK])
             k_tokens = page64 * stride_k_p
             v_tokens = page64 * stride_v_p
             if ONE_PAGE:
@@ -401,16 +403,21 @@ def _decode_kernel(
                 in_page = tl.cast(position % PAGE_SIZE, tl.int64)
                 k_tokens += in_page * (CHUNK if DENSE else stride_k_t)
                 if CHUNK > 0:
-                    # A run of CHUNK tokens is one load of 16 bytes, if it is masked as a whole.
+                    # A run of CHUNK tokens is one load of 16 bytes, if it is masked as a whole and
+                    # the compiler sees that it is one: the sum's hint chooses the threads' layout,
+                    # and AMD's buffer loads are told by the terms, since they add them up anew.
                     mask_v = (position // CHUNK * CHUNK < end)[:, None]
-                    v_tokens += in_page // CHUNK * stride_v_t + in_page % CHUNK
-                    v_tokens = tl.max_contiguous(v_tokens, [CHUNK])
+                    run = tl.max_constancy(in_page // CHUNK, [CHUNK])
+                    place = tl.max_contiguous(tl.multiple_of(in_page % CHUNK, [CHUNK]), [CHUNK])
+                    v_tokens = tl.max_contiguous(v_tokens + (run * stride_v_t + place), [CHUNK])
                 else:
                     v_tokens += in_page * stride_v_t
             if V_COLUMNS != V_WIDTH:
                 mask_v = mask_v & (offs_v < V_WIDTH)[None, :]
             k = tl.load(k_rows + k_tokens[:, None], mask=mask_k, other=0.0)
             v_at = v_rows + v_tokens[:, None]
+            if DENSE:
+                v_at = tl.max_contiguous(tl.multiple_of(v_at, [16, 1]), [CHUNK, 1])
             if V_PAIRS:
                 v, v1 = unpack_fp8(tl.load(v_at, mask=mask_v, other=0), q.dtype)
             else:

@@ -251,7 +251,7 @@ def _plan(
         HEAD_DIM=a.head_dim,
         PAGE_SIZE=a.page_size,
         CHUNK=a.chunk,
-        DENSE=a.chunk == k_strides[1] == v_strides[3],
+        DENSE=a.chunk == k_strides[1] == v_strides[3] and _runs_are_aligned(v_cache, v_strides),
         FP8=fp8,
         K_SCALE_ON_DEVICE=k_scale_ptr is not lse,
         V_SCALE_ON_DEVICE=v_scale_ptr is not lse,
@@ -274,6 +274,12 @@ def _plan(
         options["launch_pdl"] = True
     grid = (split.num_items * a.num_kv_heads * split.row_blocks,)
     return [Launch(kernels._decode_kernel, grid, decode, options), *plan_reduce(a, split)]
+
+
+def _runs_are_aligned(v_cache: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether every run of tokens of a SHUFFLE V starts at a multiple of 16 bytes."""
+    steps = [stride * v_cache.element_size() for stride in strides[:3]]
+    return all(step % 16 == 0 for step in (v_cache.data_ptr(), *steps))
 
 
 def _num_stages(a: DecodeArguments, config: DecodeConfig) -> int:
