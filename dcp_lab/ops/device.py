@@ -22,12 +22,15 @@ class Device:
         dependent_launch: Whether a kernel may be launched while its predecessor drains (NVIDIA's
             programmatic dependent launch, compute capability 9.0 and up).
         chip: 'gfx942', 'gfx950', ... on AMD, else empty.
+        shared_bytes: Shared memory that a program may have on an NVIDIA GPU: 227 KB of compute
+            capability 9.0 and 10.0, 99 KB of 8.6, 8.9 and 12.0. Default: that of the smaller ones.
     """
 
     arch: str
     num_sms: int
     dependent_launch: bool = False
     chip: str = ""
+    shared_bytes: int = 99 << 10
 
 
 _planned: Device | None = None
@@ -76,4 +79,9 @@ def _facts(device: torch.device) -> Device:
     if torch.version.hip:
         chip = properties.gcnArchName.partition(":")[0]
         return Device("hip", properties.multi_processor_count, chip=chip)
-    return Device("cuda", properties.multi_processor_count, properties.major >= 9)
+    return Device(
+        "cuda",
+        properties.multi_processor_count,
+        dependent_launch=properties.major >= 9,
+        shared_bytes=properties.shared_memory_per_block_optin,
+    )

@@ -85,7 +85,7 @@ def choose_config(
             num_programs=num_programs,
             max_tokens=max_tokens,
             num_splits_hint=num_splits_hint,
-            num_sms=device.num_sms,
+            device=device,
         )
     reduce = _choose_reduce(num_splits_hint)
     block_n = 32 if num_programs > 2 * device.num_sms else 64
@@ -114,6 +114,11 @@ def _fitting_tile(tokens: int, token_bytes: int) -> int:
     return max(16, min(tokens, fitting))
 
 
+# Two programs with a fourth stage of 32 KB tiles take 2 x 105 KB, one of a latent up to 184 KB.
+# What has less gets configs that were never timed on it.
+_HOPPER_SHARED_BYTES = 227 << 10
+
+
 def _choose_cuda_config(
     *,
     width: int,
@@ -122,7 +127,7 @@ def _choose_cuda_config(
     num_programs: int,
     max_tokens: int,
     num_splits_hint: int,
-    num_sms: int,
+    device: Device,
 ) -> DecodeConfig:
     """Return the config of `_decode_kernel` on an NVIDIA GPU; times are us on an H200.
 
@@ -135,6 +140,7 @@ def _choose_cuda_config(
     fewer, or small and more than run at once, where a fourth stage lets two fit, and for tiles
     of half the bytes.
     """
+    num_sms = device.num_sms
     reduce = _choose_reduce(num_splits_hint)
     if num_splits_hint <= 4:
         # 64 x 8k: 71.5 against 72.1 with 64 columns; with 16 pieces (16 x 8k) 24.5 against 23.9.
@@ -157,7 +163,7 @@ def _choose_cuda_config(
     elif few and max_tokens <= 32768:
         # 1 x 1k 4.7, 1 x 8k 7.0; 32 tokens and 2 warps 5.2 and 7.0.
         block_n, num_warps, num_stages, slots_per_sm, overlap_entry = 64, 4, 3, 1, True
-    elif num_programs >= 64 and rows == 16:
+    elif num_programs >= 64 and rows == 16 and device.shared_bytes >= _HOPPER_SHARED_BYTES:
         # 64 x 8k 71.5 to 72.1, 256 x 1k 38.4 to 38.7; three stages without overlap 72.1 to 72.8
         # and 39.3, but 23.9 against 24.2 at 16 x 8k. A tile of half the bytes (d64) needs no
         # fourth stage: 13.2 against 13.8 without overlap.
@@ -211,6 +217,12 @@ def _choose_latent_config(
         # Results are 512 wide: with 64 columns and one warp a program the reduce kernel has so
         # many that 64 x 1k takes 32.6 rather than 30.0, and 64 x 1k of fp8 36.5 rather than 33.7.
         reduce |= {"reduce_columns": 256, "reduce_warps": 2}
+    if device.shared_bytes < _HOPPER_SHARED_BYTES:
+        # 92 KB each. Never timed.
+        block_n, num_warps, num_stages = (32, 4, 3) if rows == 16 else (16, 8, 2)
+        return DecodeConfig(
+            block_n=block_n, num_warps=num_warps, num_stages=num_stages, slots_per_sm=1, **reduce
+        )
     if rows > 16:
         # 128 heads: 16 x 8k 160, 64 x 1k 85; 32 tokens and 3 stages 173 and 89. fp8 has 32 rows,
         # never timed.
