@@ -205,11 +205,13 @@ def bandwidth_share(rows: pd.DataFrame, *, probe_gbps: float, probe: str, source
         ax.set_ylabel("% of the probe's GB/s")
     _legend(fig, WAYS, set(rows.way))
     gathers = rows[rows.way.isin(gathering.GATHERS)]
-    both = rows.merge(gathers[SHAPE].drop_duplicates(), on=SHAPE) if len(gathers) else rows
-    most = both[both.way == "paged"].percent.max()
-    title = f"The paged kernel attends at up to {plots.number(most, 0)} % of the probe's bandwidth"
+    paged = rows[rows.way == "paged"]
+    most = plots.number(paged.percent.max(), 0)
+    title = f"The paged kernel attends at up to {most} % of the probe's bandwidth"
     if len(gathers):
-        title += f", the same shapes gathered at most {plots.number(gathers.percent.max(), 0)} %"
+        both = paged.merge(gathers[SHAPE].drop_duplicates(), on=SHAPE).percent.max()
+        title += f": {plots.number(both, 0)} % on the shapes that were gathered too,"
+        title += f" which get at most {plots.number(gathers.percent.max(), 0)} %"
     return plots.finding(
         fig,
         title,

@@ -237,16 +237,24 @@ def small(name: str, outputs: bool) -> nbformat.NotebookNode:
 
 
 def test_sources_prefer_a_current_copy(tmp_path):
-    """A copy of an older notebook is not shown; a notebook without outputs neither."""
+    """A copy of an older notebook is not shown, nor one run with other parameters.
+
+    A notebook without outputs is not shown either.
+    """
     books, copies = tmp_path / "notebooks", tmp_path / "build" / "notebooks"
     books.mkdir()
     copies.mkdir(parents=True)
-    for name, outputs in (("01_ran", True), ("02_old", True), ("03_never", False)):
+    shown = {"01_ran": True, "02_old": True, "03_never": False, "04_asked": True}
+    for name, outputs in shown.items():
         nbformat.write(small(name, outputs), books / f"{name}.ipynb")
     nbformat.write(small("01_ran", True), copies / "01_ran.ipynb")
     nbformat.write(small("02 as it was", True), copies / "02_old.ipynb")
+    asked = small("04_asked", True)
+    cell = nbformat.v4.new_code_cell("tokens = 8192", metadata={"tags": ["injected-parameters"]})
+    asked.cells.insert(0, cell)
+    nbformat.write(asked, copies / "04_asked.ipynb")
     found = sources(tmp_path, tmp_path / "build")
-    assert found == [copies / "01_ran.ipynb", books / "02_old.ipynb"]
+    assert found == [copies / "01_ran.ipynb", books / "02_old.ipynb", books / "04_asked.ipynb"]
 
 
 def test_a_site_is_replaced_whole_and_nothing_else_is(tmp_path):

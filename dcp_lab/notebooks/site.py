@@ -39,8 +39,9 @@ _ANSWER = "The answer"
 def sources(root: Path, out: Path) -> list[Path]:
     """Return a file with outputs for each notebook, in order of their names.
 
-    The executed copy under out/notebooks, unless the notebook has changed since; then, or without
-    a copy, the notebook with its committed outputs. One without any outputs is left out.
+    The executed copy under out/notebooks, unless the notebook has changed since or the copy was
+    run with other parameters; then, or without a copy, the notebook with its committed outputs.
+    One without any outputs is left out.
 
     Args:
         root: The repository.
@@ -53,13 +54,19 @@ def sources(root: Path, out: Path) -> list[Path]:
     found = dict(executed)
     for path in available(root):
         nb = read_notebook(path)
-        copy = executed.get(path.name)
-        if copy is not None and _code(read_notebook(copy)) == _code(nb):
-            continue
+        if path.name in executed:
+            copy = read_notebook(executed[path.name])
+            if _code(copy) == _code(nb) and not _has_other_parameters(copy):
+                continue
         found.pop(path.name, None)
         if any(cell.get("outputs") for cell in nb.cells):
             found[path.name] = path
     return [found[name] for name in sorted(found)]
+
+
+def _has_other_parameters(copy: NotebookNode) -> bool:
+    """Return whether a run was given parameters: its numbers are then not the notebook's own."""
+    return any("injected-parameters" in c.metadata.get("tags", []) for c in copy.cells)
 
 
 def _code(nb: NotebookNode) -> list[str]:
