@@ -21,7 +21,7 @@ PACKAGE = ROOT / "dcp_lab"
 # Rooms from the bottom up: a room imports from the rows above its own, never from those below.
 # A new room gets its place here.
 LEVELS = (
-    ("state", "sharding"),
+    ("state", "sharding", "files"),
     ("reference", "kernels"),
     ("ops", "testing"),
     ("reducers",),

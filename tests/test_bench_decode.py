@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -296,3 +300,59 @@ def test_measures_on_a_gpu(tmp_path):
     assert record.write_rows(path, [{**source, **r} for r in rows], record.DECODE) == len(rows)
     planned = next(r for r in rows if r["op"] == "paged_decode")
     assert planned["launches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "-1"], "--workers: expected at least 0, got -1"),
+        (["--samples", "0"], "--samples: expected at least 1, got 0"),
+        (["--slots", "2", "--slots", "0"], "--slots: expected at least 1, got 0"),
+        (["--tile", "48x4x3"], "tile: expected powers of two, at least 16 tokens"),
+        (["--tile", "8x4x3"], "tile: expected powers of two, at least 16 tokens"),
+        (["--tile", "64x3x3"], "tile: expected powers of two, at least 16 tokens"),
+        (["--tile", "6²x4x3"], "tile: expected TOKENSxWARPSxSTAGES"),
+        (["--shape", "²x64"], "shape: expected REQUESTSxTOKENS"),
+        (["--out", "."], "--out: expected a file that can be written, got . (Is a directory)"),
+        ([], "expected a GPU, found none"),
+    ],
+)
+def test_a_sweep_starts_with_nothing_that_it_cannot_do(arguments, message, capsys, monkeypatch):
+    """It is said at once, with status 2."""
+    monkeypatch.setattr(sweep, "INTERPRETED", True)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_sweep_says_what_it_takes_without_a_gpu():
+    """As a module of its own it is loaded before any other of the lab."""
+    command_line = [sys.executable, "-m", "dcp_lab.bench.sweep", "--help"]
+    # Where the lab finds no GPU, and has not set this itself.
+    alone = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    alone["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(command_line, env=alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--tile" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("place", ["folder", "file/decode.csv", "other.csv"])
+def test_a_table_that_takes_no_rows_is_told_before_anything_is_measured(
+    place, tmp_path, capsys, monkeypatch
+):
+    """Else what a GPU had measured by then would be lost."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "other.csv").write_text("gpu,half a li")
+    source = {"git_commit": "0" * 40, "gpu": "NVIDIA H200"}
+    monkeypatch.setattr(command, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record, "provenance", lambda: source)
+    for name in ("measure_cell", "compile_side_by_side"):
+        monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("started"))
+    out = tmp_path / place
+    assert command.main(["--shape", "2x64", "--workers", "2", "--out", str(out)]) == 2
+    assert "--out: expected a table that" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "other.csv"]
+    assert command.main(["--workers", "-1"]) == 2
+    assert "--workers: expected at least 0, got -1" in capsys.readouterr().err

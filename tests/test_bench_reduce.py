@@ -216,6 +216,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         (["--shape", "1x2"], "shape: expected TOKENS or"),
         (["--ranks", "1"], "--ranks: expected at least 2, got 1"),
         (["--samples", "4"], "--samples: expected at least 5, got 4"),
+        (["--shape", "²x2x64"], "shape: expected TOKENS or"),
         (["--shape", "4x6x64", "--ranks", "4"], "--shape: expected heads that 4 ranks can share"),
     ):
         assert bench.main(arguments) == 2

@@ -463,3 +463,43 @@ def test_engines_that_compile_the_same_share_it():
     # The engine's own configuration stays as it was.
     assert one.attention_config.backend == "CUSTOM"
     assert one.parallel_config.decode_context_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contexts", "2000,8k"], "--contexts: expected numbers >= 1 as 2000,8000"),
+        (["--contexts", ""], "--contexts: expected numbers >= 1"),
+        (["--contexts", "0"], "--contexts: expected numbers >= 1"),
+        (["--layers", "0"], "--layers: expected at least 1, got 0"),
+        (["--requests", "-1"], "--requests: expected at least 1, got -1"),
+        (["--repeats", "0"], "--repeats: expected at least 1, got 0"),
+        (["--seconds", "nan"], "--seconds: expected finite seconds above 0, got nan"),
+        (["--limit", "-4"], "--limit: expected finite seconds above 0, got -4"),
+        (["--memory", "7"], "--memory: expected a share above 0 and up to 1, got 7"),
+        (["--logs", "FILE/logs"], "--logs: expected a folder that can be written"),
+        (["--logs", "FILE"], "--logs: expected a folder that can be written"),
+        (["--cache", "FILE"], "expected a folder that can be written"),
+        (["--csv", "FILE/x.csv"], "--csv: expected a table that can be written"),
+        (["--csv", "FILE"], "--csv: expected a table that rows can be appended to"),
+    ],
+)
+def test_no_engine_starts_with_what_it_cannot_do(
+    bench: Bench, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    """It is said at once, with status 2: an engine takes minutes to fail."""
+    file = bench.folder / "file"
+    file.write_text("half,a li")
+    given = [argument.replace("FILE", str(file)) for argument in arguments]
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(*given)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not bench.limits and not bench.csv.exists()
+
+
+def test_chosen_contexts_are_measured(bench: Bench):
+    """In the order in which they are given."""
+    bench.contexts = (500, 64)
+    assert bench.main("--rows", "none_full", "--contexts", "500,64") == 0
+    assert set(bench.table().context_tokens.dropna()) == {500, 64}

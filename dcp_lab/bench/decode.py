@@ -185,6 +185,9 @@ def main(args: list[str] | None = None) -> int:
     if options.samples < 5:
         print(f"--samples: expected at least 5, got {options.samples}", file=sys.stderr)
         return 2
+    if options.workers < 0:
+        print(f"--workers: expected at least 0, got {options.workers}", file=sys.stderr)
+        return 2
     if options.dry_run:
         print("\n".join(cell.name for cell in cells))
         return 0
@@ -198,6 +201,9 @@ def main(args: list[str] | None = None) -> int:
         print(f"bench decode: {reason}", file=sys.stderr)
         return 2
     out = options.out or measured_path(f"decode_{record.machine_name(str(source['gpu']))}")
+    if reason := record.why_not_appended(out, record.DECODE):
+        print(f"--out: {reason}", file=sys.stderr)
+        return 2
     if options.workers > 0:
         print(f"compiling for {len(cells)} cells", file=sys.stderr, flush=True)
         compile_side_by_side(

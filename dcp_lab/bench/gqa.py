@@ -381,7 +381,7 @@ def parse_shape(text: str) -> DecodeShape:
     """
     sizes, *tags = text.split(":")
     numbers = sizes.split("x")
-    if len(numbers) not in (2, 5) or not all(n.isdigit() and int(n) for n in numbers):
+    if len(numbers) not in (2, 5) or not all(n.isdecimal() and int(n) for n in numbers):
         raise ValueError(
             f"shape: expected REQUESTSxTOKENS or REQUESTSxTOKENSxQHEADSxKVHEADSxDIM, got {text!r}"
         )

@@ -229,7 +229,7 @@ def parse_mla(text: str) -> MlaShape:
     """
     sizes, *tags = text.split(":")
     numbers = sizes.split("x")
-    if len(numbers) not in (2, 3) or not all(n.isdigit() and int(n) for n in numbers):
+    if len(numbers) not in (2, 3) or not all(n.isdecimal() and int(n) for n in numbers):
         raise ValueError(
             f"shape: expected mla:REQUESTSxTOKENS or mla:REQUESTSxTOKENSxQHEADS, got 'mla:{text}'"
         )

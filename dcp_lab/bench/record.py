@@ -26,6 +26,8 @@ import pandera.pandas as pa
 import torch
 from pandera.errors import SchemaErrors
 
+from dcp_lab.files import why_unwritable
+
 COMMAND_SECONDS = 20
 SHOWN_FAILURES = 5
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")
@@ -567,6 +569,25 @@ def _with_later_columns(frame: pd.DataFrame, schema: pa.DataFrameSchema) -> pd.D
 
 def _is_text(column: pa.Column) -> bool:
     return pd.api.types.is_string_dtype(column.dtype.type)
+
+
+def why_not_appended(path: Path, schema: pa.DataFrameSchema) -> str | None:
+    """Return why rows could not be appended to a table, None if they can; change nothing.
+
+    Asked before anything is measured: later the measurement would be lost.
+
+    Args:
+        path: The table, which need not be there.
+        schema: What it must hold.
+    """
+    if why := why_unwritable(path):
+        return f"expected a table that can be written, got {path} ({why}): give another path"
+    try:
+        if path.exists():
+            read_table(path, schema)
+    except (ValueError, OSError) as wrong:
+        return f"expected a table that rows can be appended to, got {path}: {wrong}"
+    return None
 
 
 def write_rows(

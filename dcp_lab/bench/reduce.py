@@ -589,7 +589,7 @@ def parse_shape(text: str) -> ReduceShape:
         ValueError: It is neither.
     """
     numbers = text.split("x")
-    if len(numbers) not in (1, 3) or not all(n.isdigit() and int(n) for n in numbers):
+    if len(numbers) not in (1, 3) or not all(n.isdecimal() and int(n) for n in numbers):
         raise ValueError(f"shape: expected TOKENS or TOKENSxQHEADSxDIM, got {text!r}")
     return ReduceShape(*map(int, numbers))
 
@@ -663,6 +663,9 @@ def main(args: list[str] | None = None) -> int:
         return 2
     machine = record.machine_name(str(source["gpu"]), options.ranks)
     out = options.out or measured_path(f"reduce_{machine}")
+    if reason := record.why_not_appended(out, record.REDUCE):
+        print(f"--out: {reason}", file=sys.stderr)
+        return 2
     try:
         results = run_ranks(
             "dcp_lab.bench.reduce:measure_rank",

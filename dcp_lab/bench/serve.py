@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -415,7 +416,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compare tokens, in float16, and time nothing; default rows: " + ",".join(TOKEN_ROWS),
     )
     parser.add_argument(
-        "--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of each prompt"
+        "--contexts", type=_numbers, default=list(CONTEXTS), help="tokens of each prompt"
     )
     parser.add_argument(
         "--seconds", type=float, default=None, help="for the whole run; default: no bound"
@@ -440,6 +441,27 @@ def _parser() -> argparse.ArgumentParser:
         "--own-code", action="store_true", help="each configuration compiles its own code"
     )
     return parser
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of '2000,8000'."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers >= 1 as 2000,8000, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _check_numbers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the command where a number is none that an engine could be started with."""
+    for name in ("layers", "requests", "repeats"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(given, name)}")
+    for name in ("seconds", "limit"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name}: expected finite seconds above 0, got {value:g}")
+    if not 0 < given.memory <= 1:
+        parser.error(f"--memory: expected a share above 0 and up to 1, got {given.memory:g}")
 
 
 def model_of(row: Row, layers: int, cache: Path) -> dict[str, Any]:
@@ -492,15 +514,24 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(names) - set(ROWS))
     if unknown:
         parser.error(f"--rows: expected some of {', '.join(ROWS)}; got {unknown[0]}")
+    _check_numbers(parser, given)
     source = record.provenance()
     if reason := record.why_not_kept(source):
         parser.error(reason)
     machine = record.machine_name(str(source["gpu"]), int(source["gpu_count"]))
     csv = given.csv or default_csv().with_name(f"engine_{machine}.csv")
     logs = given.logs or given.cache / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    if reason := record.why_not_appended(csv, record.ENGINE):
+        parser.error(f"--csv: {reason}")
+    for name, folder in (("logs", logs), ("cache", given.cache)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as wrong:
+            parser.error(
+                f"--{name}: expected a folder that can be written, got {folder} ({wrong.strerror})"
+            )
 
-    contexts = [] if given.tokens else [int(context) for context in given.contexts.split(",")]
+    contexts = [] if given.tokens else given.contexts
     longest = max([*contexts, COMPARED_CONTEXT])
     room = token_capacity(given.requests, longest, given.repeats, BATCHED_TOKENS)
     shared = {

@@ -18,13 +18,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import triton
 
 from dcp_lab.bench import gqa, mla, timing
 from dcp_lab.bench.gqa import DecodeShape
 from dcp_lab.bench.mla import MlaShape
 from dcp_lab.bench.protocol import Variant, check_variant, read_variant
 from dcp_lab.bench.workers import compile_side_by_side
+from dcp_lab.files import why_unwritable
+from dcp_lab.kernels import INTERPRETED
 from dcp_lab.ops.workspace import DecodeConfig
 
 SHAPES = (
@@ -109,6 +110,9 @@ def sweep(
     shape: Shape, found: dict[str, DecodeConfig], *, samples: int
 ) -> list[dict[str, object]]:
     """Return one row a config: median us a layer in a graph, fastest first; 'shipped' is one."""
+    # Here, for dcp_lab comes before triton wherever there is no GPU.
+    from triton.runtime.errors import OutOfResources
+
     x = make_inputs(shape)
     graphs, rows = {}, {}
     floor = read_variant(x)
@@ -119,7 +123,7 @@ def sweep(
         try:
             variant = variant_of(x, name, config)
             error = check_variant(x, variant).out_error
-        except (RuntimeError, triton.runtime.errors.OutOfResources) as reason:
+        except (RuntimeError, OutOfResources) as reason:
             print(f"{shape.name} {name}: left out: {reason}", flush=True)
             continue
         graphs[name] = timing.capture_layers(variant.call, x.layers)
@@ -151,9 +155,12 @@ def parse_any(text: str) -> Shape:
 def parse_tile(text: str) -> Tile:
     """Return the tile of '64x4x3'."""
     numbers = text.split("x")
-    if len(numbers) != 3 or not all(n.isdigit() and int(n) for n in numbers):
+    if len(numbers) != 3 or not all(n.isdecimal() and int(n) for n in numbers):
         raise ValueError(f"tile: expected TOKENSxWARPSxSTAGES, got {text!r}")
-    return tuple(map(int, numbers))
+    tokens, warps, stages = map(int, numbers)
+    if tokens < 16 or tokens & (tokens - 1) or warps & (warps - 1):
+        raise ValueError(f"tile: expected powers of two, at least 16 tokens, got {text!r}")
+    return tokens, warps, stages
 
 
 def main(args: list[str] | None = None) -> None:
@@ -175,6 +182,14 @@ def main(args: list[str] | None = None) -> None:
         tiles = tuple(map(parse_tile, options.tile)) if options.tile else None
     except ValueError as wrong:
         parser.error(str(wrong))
+    numbers = [("workers", 0, options.workers), ("samples", 1, options.samples)]
+    for name, least, value in [*numbers, *(("slots", 1, slots) for slots in options.slots or ())]:
+        if value < least:
+            parser.error(f"--{name}: expected at least {least}, got {value}")
+    if options.out and (reason := why_unwritable(options.out)):
+        parser.error(f"--out: expected a file that can be written, got {options.out} ({reason})")
+    if INTERPRETED or not torch.cuda.is_available():
+        parser.error("expected a GPU, found none")
     found = {shape: configs(shape, tiles, options.slots or (1, 2, 3, 4)) for shape in shapes}
     if options.workers:
         work = [(shape, config) for shape in shapes for config in found[shape].values()]

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dcp_lab.files import why_unwritable
 from dcp_lab.serving import guard
 
 CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -427,14 +428,8 @@ def check_log(log: Path) -> None:
     Args:
         log: Its path. Folders that are missing above it can be made later.
     """
-    if log.is_dir():
-        raise _no_log(log, os.strerror(errno.EISDIR))
-    there = log if log.exists() else next(up for up in log.absolute().parents if up.exists())
-    if there != log and not there.is_dir():
-        raise _no_log(log, f"{there} is no folder")
-    needed = os.W_OK if there == log else os.W_OK | os.X_OK
-    if not os.access(there, needed):
-        raise _no_log(log, os.strerror(errno.EACCES))
+    if why := why_unwritable(log):
+        raise _no_log(log, why)
 
 
 def _no_log(log: Path, why: str | None) -> ValueError:
