@@ -235,3 +235,51 @@ def test_a_machine_has_its_own_table(
     assert bench.main(["--ranks", str(ranks)]) == 0 and seen == [table]
     source["git_commit"] = "main"
     assert bench.main(["--ranks", str(ranks)]) == 2 and seen == [table]
+
+
+def test_traces_of_an_earlier_run_are_none_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that kept no trace fails, whatever lies where it would have written."""
+    traces = tmp_path / "traces.json"
+    traces.write_text("{}")
+    written: list[bool] = []
+
+    def measured(*_: object, **__: object) -> list[tuple[int, list, list]]:
+        if written:
+            bench.write_traces(traces, {}, {})
+        return [(0, [], [])]
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(bench, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    source = {"git_commit": "0" * 40, "gpu": "NVIDIA H200"}
+    monkeypatch.setattr(record, "provenance", lambda: source)
+    monkeypatch.setattr(bench, "run_ranks", measured)
+    command = ["--ranks", "1", "--only", "traces", "--traces", str(traces)]
+    assert bench.main(command) == 1
+    written.append(True)
+    assert bench.main(command) == 0
+
+
+def test_nothing_is_started_whose_rows_could_not_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Odd numbers, blocks that these ranks have none of, and places where nothing can be."""
+    (tmp_path / "other.csv").write_text("half,a li")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(bench, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    source = {"git_commit": "0" * 40, "gpu": "NVIDIA H200"}
+    monkeypatch.setattr(record, "provenance", lambda: source)
+    monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: pytest.fail("started"))
+    for arguments, message in (
+        (["--seconds", "nan"], "--seconds: expected at least 1, got nan"),
+        (["--ranks", "1", "--only", "cross"], "--only: expected some of base, "),
+        (["--out", str(tmp_path)], "--out: expected a table that can be written"),
+        (["--out", str(tmp_path / "file" / "x.csv")], "--out: expected a table that can be"),
+        (["--out", str(tmp_path / "other.csv")], "--out: expected a table that rows can be"),
+        (["--traces", str(tmp_path)], "--traces: expected a file that can be written"),
+    ):
+        assert bench.main(arguments) == 2
+        assert message in capsys.readouterr().err

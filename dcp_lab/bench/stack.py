@@ -45,6 +45,7 @@ import torch.distributed as dist
 from dcp_lab.analysis.tables import measured_path
 from dcp_lab.bench import costs, record, timing
 from dcp_lab.bench.reduce import on_all_ranks
+from dcp_lab.files import why_unwritable
 from dcp_lab.graphs import launches_in_trace
 from dcp_lab.kernels import INTERPRETED
 from dcp_lab.reducers.local_group import RankError, run_ranks
@@ -747,7 +748,8 @@ def main(args: list[str] | None = None) -> int:
     options = parser.parse_args(args)
     for name, least in (("ranks", 1), ("repeats", 5), ("seconds", 1), ("layers", 1)):
         given = getattr(options, name)
-        if given is not None and given < least:
+        # Not NaN either, which is not less than anything.
+        if given is not None and not given >= least:
             print(f"--{name}: expected at least {least}, got {given}", file=sys.stderr)
             return 2
     only_traces = options.only == [TRACES]
@@ -763,6 +765,14 @@ def main(args: list[str] | None = None) -> int:
     every = blocks() if options.ranks > 1 else blocks_alone()
     if only_traces:
         every = blocks_traced(options.ranks)
+    here = list(dict.fromkeys(block.name for block in every))
+    if others := [name for name in options.only or () if name not in here]:
+        print(
+            f"--only: expected some of {', '.join(here)} with --ranks {options.ranks}, got "
+            f"{others[0]}",
+            file=sys.stderr,
+        )
+        return 2
     plan = [block for block in every if not options.only or block.name in options.only]
     if options.dry_run:
         for block in plan:
@@ -783,11 +793,23 @@ def main(args: list[str] | None = None) -> int:
         print(f"bench stack: {reason}", file=sys.stderr)
         return 2
     machine = record.machine_name(str(source["gpu"]), options.ranks)
+    out = options.out or measured_path(f"stack_{machine}")
+    if reason := record.why_not_appended(out, record.STACK):
+        print(f"--out: {reason}", file=sys.stderr)
+        return 2
+    if options.traces and (reason := why_unwritable(options.traces)):
+        print(
+            f"--traces: expected a file that can be written, got {options.traces} ({reason})",
+            file=sys.stderr,
+        )
+        return 2
+    # Those of an earlier run are none of this one's.
+    traced_before = _written_at(options.traces)
     settings = {
         "deadline": begin + options.seconds,
         "layers": options.layers,
         "repeats": options.repeats,
-        "out": options.out or measured_path(f"stack_{machine}"),
+        "out": out,
         "source": source,
         "traces": options.traces,
         "options": {"without_peer": True} if only_traces and options.ranks == 1 else {},
@@ -810,8 +832,15 @@ def main(args: list[str] | None = None) -> int:
     if "LOCAL_RANK" not in os.environ:
         print(*said, sep="\n")
     print(f"{rows} rows; {len(problems)} corners left out", *problems, sep="\n")
-    nothing = not (options.traces.exists() if only_traces else rows)
+    nothing = not rows
+    if only_traces:
+        nothing = _written_at(options.traces) == traced_before
     return 1 if problems or nothing else 0
+
+
+def _written_at(path: Path | None) -> int | None:
+    """Return when a file was written, in ns; None where there is none."""
+    return path.stat().st_mtime_ns if path is not None and path.exists() else None
 
 
 def _under_torchrun(
