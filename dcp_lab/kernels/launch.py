@@ -92,8 +92,8 @@ class KnownCalls:
             calls.put(key, found)
 
     Args:
-        most: Calls kept; one more and all are forgotten. Default: 2,048, twenty calls of a hundred
-            layers. An entry is a few kilobytes.
+        most: Calls kept; one more and the oldest is forgotten. Default: 2,048, twenty calls of a
+            hundred layers. An entry is a few kilobytes.
 
     Notes:
         A key keeps no tensor alive: it names addresses, shapes, strides and dtypes, and another
@@ -120,7 +120,9 @@ class KnownCalls:
         if key is None:
             return
         if len(self._calls) >= self._most:
-            self._calls.clear()
+            # The oldest alone: calls whose buffers are new in every step would else take the
+            # others with them, again and again.
+            del self._calls[next(iter(self._calls))]
         self._calls[key] = found
 
     def forget(self) -> None:
