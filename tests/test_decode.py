@@ -13,8 +13,9 @@ import torch
 
 from dcp_lab import AttnState, BoundDecode, DecodeWorkspace, Shard, merge_states, paged_decode
 from dcp_lab.kernels import decode as kernels
+from dcp_lab.kernels.launch import Launch
 from dcp_lab.ops.device import Device, current_device, planning_for
-from dcp_lab.ops.gather import GATHERS, gather_decode, gather_kv
+from dcp_lab.ops.gather import GATHERS, GatherWorkspace, gather_decode, gather_kv
 from dcp_lab.ops.kv_write import write_kv
 from dcp_lab.ops.mla import mla_paged_decode, write_mla_kv
 from dcp_lab.ops.workspace import DecodeConfig
@@ -978,3 +979,44 @@ def test_a_bound_call_follows_its_buffers():
         BoundDecode(*case.tensors, out=out, lse=lse)
     with pytest.raises(ValueError, match=r"seq_lens: expected int32"):
         BoundDecode(*case.tensors[:4], case.q, workspace=workspace, out=out, lse=lse)
+
+
+@pytest.mark.parametrize("num_splits", [torch.tensor([1, 2]), torch.tensor(1), 1.0], ids=str)
+def test_a_number_of_splits_is_an_int(num_splits):
+    """Anything else is refused by its name, and no tensor is read to find out."""
+    case = build((9,))
+    out, lse = torch.empty_like(case.q), torch.empty(case.q.shape[:2], device=DEVICE)
+    with pytest.raises(ValueError, match="num_splits: expected an int >= 1"):
+        paged_decode(*case.tensors, num_splits=num_splits, out=out, lse=lse)
+
+
+def test_a_prepare_that_fails_leaves_the_workspace_as_it_was(monkeypatch):
+    """It is prepared for what its table holds: not for a step whose launch did not run."""
+    case = build((9, 40))
+    decode = DecodeWorkspace(2, 4, 2, 32, kv_dtype=torch.float32, device=DEVICE)
+    gather = GatherWorkspace(2, 64, 2, 32, PAGE, dtype=torch.float32, device=DEVICE)
+
+    def prepare(requests):
+        for call in (
+            lambda: decode.prepare(case.seq_lens[:requests]),
+            lambda: gather.prepare(case.seq_lens[:requests], max_pages=5),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                assert str(error) == "out of memory"
+
+    def fails(launch):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "run", fails)
+        prepare(2)
+        assert decode.prepared is gather.prepared is None
+    prepare(2)
+    before = decode.prepared, gather.prepared
+    assert None not in before
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "run", fails)
+        prepare(1)
+        assert (decode.prepared, gather.prepared) == before

@@ -289,7 +289,6 @@ class GatherWorkspace:
                 last_contiguous=True,
             )
         _check_tokens("max_pages", max_pages)
-        self.prepared = PreparedGather(num_requests, max_pages, seq_starts)
         block_b = max(2, min(128, triton.next_power_of_2(num_requests)))
         block_u = max(2, min(2048 // block_b, triton.next_power_of_2(self._num_units)))
         plan = dict(  # noqa: C408 - read beside the kernel's keyword arguments
@@ -312,6 +311,8 @@ class GatherWorkspace:
         launch = Launch(kernels._plan_gather_kernel, grid, plan, {"num_warps": 4})
         with current_device(self.device):
             self._prepares.first(key, [launch])
+        # Not before: a launch that fails leaves the plan that was there.
+        self.prepared = PreparedGather(num_requests, max_pages, seq_starts)
 
     def copy(
         self,

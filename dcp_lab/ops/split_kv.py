@@ -77,7 +77,7 @@ def repeated_call(
         return _CALLS, None
     if isinstance(workspace, DecodeWorkspace):
         calls, prepared = workspace.calls, workspace.prepared
-    elif workspace is None and num_splits == 1:
+    elif workspace is None and isinstance(num_splits, int) and num_splits == 1:
         calls, prepared = _CALLS, None
     else:
         return _CALLS, None

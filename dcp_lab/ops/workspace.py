@@ -496,8 +496,8 @@ class DecodeWorkspace:
         )
         if step.shard is not None and global_seq_lens is None:
             fail("global_seq_lens", "int32 [B], needed by a sliding window under a shard", None)
-        self.prepared = step
         if num_requests == 0:
+            self.prepared = step
             return
         block_b = triton.next_power_of_2(num_requests)
         window_shard = step.shard or Shard(0, 1)
@@ -524,3 +524,5 @@ class DecodeWorkspace:
         options = {"num_warps": 4 if block_b <= 256 else 8}
         with current_device(self.device):
             self._prepares.first(key, [Launch(kernels._plan_kernel, (1,), plan, options)])
+        # Not before: a launch that fails leaves the table that was there.
+        self.prepared = step
