@@ -205,7 +205,8 @@ def added_to_a_layer(stack: pd.DataFrame, engines: pd.DataFrame, *, source: str)
     if stack.empty and engines.empty:
         raise ValueError("stack, engines: expected a row, got none")
     stack = stack[stack.dense == "light"].assign(line=stack.reducer)
-    engines = engines.assign(line=engines.pair)
+    line = engines.pair.where(engines.one_run.astype(bool), engines.pair + " (two runs)")
+    engines = engines.assign(line=line)
     fig, axes = plots.figure(1, 2, size=(16, 9), sharey=True)
     for ax, table, name in zip(axes, (stack, engines), ("The lab's stack", "vLLM"), strict=True):
         for form, (line, rows) in zip(_FORMS, table.groupby("line", sort=False), strict=False):

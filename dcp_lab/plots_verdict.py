@@ -10,10 +10,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dcp_lab import plots
+from dcp_lab.analysis import engines
 from dcp_lab.analysis import verdict_shares as shares_
 from dcp_lab.analysis import verdict_study as study_
 from dcp_lab.analysis.verdict_fit import MOST_ERROR, MOST_MEDIAN_ERROR, Fit
 from dcp_lab.plots import number
+from dcp_lab.plots_serving import STYLES
 
 # The lab's colours: orange an exchange's, purple a gather's, yellow what launches cost.
 PLAYER_COLORS = {
@@ -343,37 +345,31 @@ def study_parts(parts: pd.DataFrame, *, added_ms: float, title: str, source: str
     return plots.finding(fig, title, source)
 
 
-def gain(
-    stack: pd.DataFrame, served: pd.DataFrame, *, names: Mapping[str, str], title: str, source: str
-) -> Figure:
+def gain(stack: pd.DataFrame, served: pd.DataFrame, *, title: str, source: str) -> Figure:
     """Draw full-graph steps over context, without DCP and with each exchange: stack and engine.
 
     Args:
         stack: verdict_gain.full_steps(...).
-        served: verdict_gain.served_steps(...).
-        names: Row of served -> what the figure calls it.
+        served: analysis.engines.chosen(...); its engines in full graphs are drawn.
         title: The finding.
         source: What the numbers rest on.
     """
     fig, (left, right) = plots.figure(1, 2, size=(16, 8), sharey=True)
-    fills = {
-        "no DCP": plots.BLUE,
-        "DCP 2, ag_rs": plots.DARK_GREY,
-        "DCP 2, direct": plots.GREEN,
-        "DCP 2, this lab's kernel, a2a": plots.ORANGE,
-        "DCP 2, this lab's kernel, direct": plots.GREEN,
-        "no DCP, FLASH_ATTN": plots.BLUE,
-        "no DCP, this lab's kernel": plots.SKY,
-        "DCP 2, FLASH_ATTN, a2a": plots.DARK_GREY,
+    looks = {
+        "no DCP": STYLES["none_full"],
+        "ag_rs": (plots.color("ag_rs"), "D"),
+        "direct": STYLES["ours_direct_full"],
     }
-    for name in ("no DCP", "ag_rs", "direct"):
+    for name, look in looks.items():
         label = name if name == "no DCP" else f"DCP 2, {name}"
-        _over_context(left, stack.loc[name], label, fills[label])
-    for row, label in names.items():
-        rows = served.loc[row]
+        _over_context(left, stack.loc[name], label, look)
+    served = served.rename(columns={"least_ms": "p10_ms", "most_ms": "p90_ms"})
+    served = served[served.index.isin(engines.IN_FULL_GRAPHS, level="row")]
+    for row in served.index.unique("row"):
+        rows, label = served.loc[row], engines.NAMES[row]
         apart = bool(rows.apart.all())
         _over_context(
-            right, rows, f"{label} (another run)" if apart else label, fills[label],
+            right, rows, f"{label} (another run)" if apart else label, STYLES[row],
             line="--" if apart else "-",
         )  # fmt: skip
     left.set_title("The stack", fontsize=plots.FONT + 1)
@@ -391,10 +387,13 @@ def gain(
     return plots.finding(fig, title, source)
 
 
-def _over_context(ax, rows: pd.DataFrame, label: str, fill: str, line: str = "-") -> None:
+def _over_context(
+    ax, rows: pd.DataFrame, label: str, look: tuple[str, str], line: str = "-"
+) -> None:
+    fill, marker = look
     spread = [rows.median_ms - rows.p10_ms, rows.p90_ms - rows.median_ms]
     ax.errorbar(
-        rows.index, rows.median_ms, yerr=spread, fmt=f"o{line}", color=fill, linewidth=3,
+        rows.index, rows.median_ms, yerr=spread, fmt=f"{marker}{line}", color=fill, linewidth=3,
         markersize=9, capsize=5, label=label,
     )  # fmt: skip
     if rows.index[-1] < 30000:

@@ -115,6 +115,94 @@ def test_the_run_that_is_drawn_is_the_one_with_most(table: pd.DataFrame):
         engines.widest_run(engines.times(table[table.row != engines.NO_DCP]))
 
 
+def row_of(name: str, run: str, ms: float, **other: object) -> dict[str, object]:
+    """A row of a TPOT, as far as the analysis looks at it."""
+    return {
+        **dict.fromkeys(serve.SETTINGS, "the same"),
+        "run": run,
+        "row": name,
+        "metric": "tpot",
+        "context_tokens": 2000,
+        "num_layers": serve.LAYERS,
+        "value": ms,
+    } | other
+
+
+FIRST, SECOND = "2026-01-01T09:30:00Z", "2026-01-02T10:45:00Z"
+
+
+def two_runs(*more: dict[str, object]) -> pd.DataFrame:
+    """Three engines, and two of another run on a machine that takes 1.2 times as long."""
+    rows = [
+        row_of("none_full", FIRST, 5.0),
+        row_of("ours_direct_full", FIRST, 5.0),
+        row_of("fa_a2a_full", FIRST, 8.0),
+        row_of("none_full", SECOND, 6.0),
+        row_of("none_ours_full", SECOND, 5.4),
+    ]
+    return pd.DataFrame([*rows, *more])
+
+
+def test_several_engines_are_of_one_run_as_far_as_it_has_them():
+    """No median over both; what the fullest run lacks is apart, beside its own run's no DCP."""
+    found = engines.chosen(two_runs()).droplevel("context_tokens")
+    columns = ["run", "apart", "median_ms", "none_ms", "over_none"]
+    assert found[columns].T.to_dict("list") == {
+        "none_full": [FIRST, False, 5.0, 5.0, 1.0],
+        "fa_a2a_full": [FIRST, False, 8.0, 5.0, 1.6],
+        "ours_direct_full": [FIRST, False, 5.0, 5.0, 1.0],
+        "none_ours_full": [SECOND, True, 5.4, 6.0, 0.9],
+    }
+    assert list(found.index) == [name for name in engines.NAMES if name in found.index]
+    asked = engines.chosen(two_runs(), ("none_ours_full", "none_full"))
+    assert set(asked.run) == {SECOND} and not asked.apart.any()
+    with pytest.raises(ValueError, match=r"expected rows of none_full, mla.*none of \['mla_a2a"):
+        engines.chosen(two_runs(), ("none_full", "mla_a2a_full"))
+
+
+def test_the_fullest_run_is_counted_not_the_first():
+    """Most engines, then most contexts beside no DCP, then the latest; short models count not."""
+    names = ("none_full", "ours_direct_full")
+
+    def run_of(*more: dict[str, object]) -> set[str]:
+        return set(engines.chosen(two_runs(*more), names).run)
+
+    assert run_of() == {FIRST}
+    again = row_of("ours_direct_full", SECOND, 6.0)
+    assert run_of(again) == {SECOND}
+    long = [row_of(name, FIRST, 9.0, context_tokens=8000) for name in names]
+    assert run_of(again, *long) == {FIRST}
+    assert run_of(again | {"num_layers": 8}) == {FIRST}
+    # Its no DCP has other settings: nothing to hold it against.
+    assert run_of(again | {"dtype": "float16"}) == {FIRST}
+
+
+def test_a_gap_between_two_runs_leaves_the_machines_out():
+    """Within a run the difference; of two runs the difference of what each is over no DCP."""
+    more = [row_of("none_full", FIRST, ms) for ms in (4.9, 5.2)]
+    found = engines.chosen(two_runs(*more))
+    one = engines.gap(found, "fa_a2a_full", "ours_direct_full", 2000)
+    assert one == pytest.approx((3.0, 3.0, 3.0))
+    two = engines.gap(found, "ours_direct_full", "none_ours_full", 2000)
+    # 5.0 is 0.0 more than no DCP (4.9 to 5.2) in its run, 5.4 is 0.6 less in the other.
+    assert two == pytest.approx((0.4, 0.6, 0.7))
+    both = engines.chosen(two_runs(row_of("gather_ag_rs_piecewise", SECOND, 90.0)))
+    apart = engines.gap(both, "gather_ag_rs_piecewise", "none_ours_full", 2000)
+    assert apart == pytest.approx((84.6, 84.6, 84.6))
+
+
+def test_the_rows_of_two_runs_are_told_apart(table: pd.DataFrame):
+    """In the committed table no median has windows of two runs, and none is without its no DCP."""
+    found = engines.chosen(table)
+    for (row, context), line in found.iterrows():
+        own = values(table, line.run, row, "tpot", context)
+        none = values(table, line.run, engines.NO_DCP, "tpot", context)
+        assert (line.median_ms, line.samples) == (own.median(), len(own))
+        assert line.none_ms == none.median()
+        assert (line.none_least_ms, line.none_most_ms) == (none.min(), none.max())
+    assert found[~found.apart].run.nunique() == 1
+
+
 def test_what_is_expected_is_published_or_modelled():
     """Every set for eight MI355X has a number of a study or of notebook 06, never both."""
     from dcp_lab.serving.settings import SETTINGS

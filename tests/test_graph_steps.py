@@ -13,6 +13,7 @@ from figure_checks import cut_off, letters
 
 from dcp_lab import plots_graphs
 from dcp_lab.analysis import graph_steps, tables
+from dcp_lab.bench import serve
 from dcp_lab.graphs import rule_of
 
 EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
@@ -146,12 +147,14 @@ def vllm_rows() -> pd.DataFrame:
 
 
 def engine_row(name: str, ms: float, **other: object) -> dict[str, object]:
+    """A row of an engines' table, as far as the analysis looks at it."""
     return {
+        **dict.fromkeys(serve.SETTINGS, "the same"),
         "run": EARLY,
         "row": name,
         "metric": "tpot",
         "context_tokens": 2000,
-        "num_layers": LAYERS,
+        "num_layers": serve.LAYERS,
         "requests": 16,
         "value": ms,
     } | other
@@ -183,30 +186,47 @@ def test_launch_costs():
 
 
 def test_the_stack_beside_vllm():
-    """A step stands beside the engines of its path and mode, and a gap stays a gap."""
+    """A step stands beside the engines of its path and mode, each beside its own run's no DCP."""
     steps = graph_steps.queues(
         plain(*three_modes("no DCP", "paged + direct", "paged + a2a", "published + ag_rs")),
         **SHAPE,
     )
+    early, late = "2026-01-01T09:30:00Z", "2026-01-02T10:45:00Z"
     engines = pd.DataFrame(
         [
-            engine_row("none_full", 5.5),
-            engine_row("none_full", 1.0, context_tokens=8000),
-            engine_row("none_ours_full", 4.5),
-            engine_row("ours_direct_full", 5.0),
-            engine_row("gather_ag_rs_piecewise", 90.0),
+            engine_row("none_full", 5.5, run=early),
+            engine_row("none_full", 1.0, run=early, context_tokens=8000),
+            engine_row("ours_a2a_full", 7.0, run=early),
+            engine_row("ours_direct_full", 5.0, run=early),
+            engine_row("none_full", 6.0, run=late),
+            engine_row("none_ours_full", 4.5, run=late),
+            engine_row("gather_ag_rs_piecewise", 90.0, run=late),
         ]
     )
     both = graph_steps.beside_vllm(steps, engines, vllm_rows())
-    full, pieces = both.xs("full", level="mode"), both.xs("piecewise", level="mode")
-    assert full.loc["no DCP"].tolist() == [10.0, 5.5, 4.5]
-    assert full.loc["paged + a2a", "vllm_ms"] == 6.0
-    assert full.loc["paged + direct", "vllm_lab_ms"] == 5.0
-    assert pieces.vllm_ms["no DCP"] == 9.0 and pieces.vllm_ms["paged + a2a"] == 25.0
-    # That gather runs with this lab's kernel; the older table's ag_rs gathers nothing.
-    assert np.isnan(pieces.vllm_ms["published + ag_rs"])
-    assert pieces.vllm_lab_ms["published + ag_rs"] == 90.0
-    assert both.xs("eager", level="mode")[["vllm_ms", "vllm_lab_ms"]].isna().all(axis=None)
+    lines = {key: tuple(line) for key, *line in both.itertuples()}
+    own, lab = "vLLM's", "this lab's"
+    assert lines == {
+        ("no DCP", "piecewise", own): (20.0, 9.0, "earlier", 5.0, 9.0 / 5.0),
+        # Not the median over both runs, 5.75.
+        ("no DCP", "full", own): (10.0, 5.5, "09:30", 5.5, 1.0),
+        ("no DCP", "full", lab): (10.0, 4.5, "10:45", 6.0, 4.5 / 6.0),
+        ("paged + direct", "full", lab): (12.0, 5.0, "09:30", 5.5, 5.0 / 5.5),
+        ("paged + a2a", "piecewise", own): (24.0, 25.0, "earlier", 5.0, 5.0),
+        ("paged + a2a", "full", own): (14.0, 6.0, "earlier", 5.0, 1.2),
+        ("paged + a2a", "full", lab): (14.0, 7.0, "09:30", 5.5, 7.0 / 5.5),
+        # That gather runs with this lab's kernel; the older table's ag_rs gathers nothing.
+        ("published + ag_rs", "piecewise", lab): (26.0, 90.0, "10:45", 6.0, 15.0),
+    }
+
+
+def test_an_engine_runs_what_bench_serve_says():
+    """Path and mode are read off the configuration, for every engine that the stack has."""
+    found = {name: graph_steps.in_vllm(row) for name, row in serve.ROWS.items() if not row.latent}
+    assert found["ours_direct_full"] == ("paged + direct", "full")
+    assert found["fa_a2a_piecewise"] == found["ours_a2a_piecewise"] == ("paged + a2a", "piecewise")
+    assert found["gather_ag_rs_piecewise"] == (graph_steps.WAITS, "piecewise")
+    assert {path for path, _ in found.values()} <= set(graph_steps.PATHS)
 
 
 def test_releases_are_those_of_the_rules():
@@ -259,26 +279,45 @@ def test_within_the_spread_steps_are_level():
 
 
 def test_engines_are_paired_within_a_run():
-    """Of two runs with both engines the later counts; two runs are mixed only where none has."""
+    """The run that has both counts; steps of two runs are held by what each adds to no DCP."""
     rows = [
         *(engine_row("none_full", ms) for ms in (5.0, 5.2, 5.1)),
         *(engine_row("fa_a2a_full", ms) for ms in (6.0, 6.2, 6.1)),
-        engine_row("none_full", 4.0, run=LATE),
         engine_row("ours_direct_full", 5.05),
-        engine_row("none_ours_full", 4.9, run=LATE),
+        # Later, on a machine that is slower throughout.
+        *(engine_row("none_full", ms, run=LATE) for ms in (6.0, 6.1, 6.3)),
+        engine_row("none_ours_full", 5.8, run=LATE),
         engine_row("fa_a2a_full", 1.0, context_tokens=8000),
         engine_row("none_full", 99.0, metric="ttft"),
     ]
     table = graph_steps.engine_added(pd.DataFrame(rows)).set_index("reducer")
+    us = 1e3 / serve.LAYERS
     a2a = table.loc["a2a"]
-    assert a2a.us == pytest.approx(100.0) and a2a.windows == 3 and a2a.one_run
-    assert (a2a.low_us, a2a.high_us) == pytest.approx((80.0, 120.0)) and a2a.step == "longer"
+    assert a2a.us == pytest.approx(1.0 * us) and a2a.windows == 3 and a2a.one_run
+    assert (a2a.low_us, a2a.high_us) == pytest.approx((0.8 * us, 1.2 * us))
+    assert a2a.step == "longer"
     over_vllm, over_own = table.loc["direct"].itertuples()
-    assert over_vllm.us == pytest.approx(-5.0) and over_vllm.step == "level" and over_vllm.one_run
-    assert over_own.us == pytest.approx(15.0) and not over_own.one_run
+    assert over_vllm.us == pytest.approx(-0.05 * us) and over_vllm.step == "level"
+    assert over_vllm.one_run and not over_own.one_run
+    # 0.05 ms less than no DCP here, 0.3 less there: not 5.05 less 5.8, which is the machine.
+    assert (over_own.alone_ms, over_own.dcp_ms) == (5.8, 5.05)
+    assert (over_own.alone_none_ms, over_own.dcp_none_ms) == (6.1, 5.1)
+    assert over_own.us == pytest.approx(0.25 * us) and over_own.step == "longer"
+    assert over_own.low_us == pytest.approx((5.05 - 5.2 - (5.8 - 6.0)) * us)
+    assert over_own.high_us == pytest.approx((5.05 - 5.0 - (5.8 - 6.3)) * us)
     said = graph_steps.say_engines(table.reset_index())
-    assert "+100.0 us for vLLM's a2a over vLLM without DCP (+80.0 to +120.0, 3 windows)" in said
-    assert said.count("two runs") == 1
+    assert "+10.6 us for vLLM's a2a over vLLM without DCP (+8.5 to +12.8, 3 windows)" in said
+    assert said.count("two runs") == 1 and "of its run, 5.10 and 6.10 ms)" in said
+
+
+def test_two_runs_without_a_common_engine_are_not_held_together():
+    """Where either run has no step without DCP there is nothing to hold both against."""
+    rows = [engine_row("ours_direct_full", 5.0), engine_row("none_ours_full", 4.0, run=LATE)]
+    assert graph_steps.engine_added(pd.DataFrame(rows)).empty
+    one = [engine_row("ours_direct_full", 5.0), engine_row("none_ours_full", 4.0)]
+    assert graph_steps.engine_added(pd.DataFrame(one)).us.tolist() == [
+        pytest.approx(1e3 / serve.LAYERS)
+    ]
 
 
 def adds(**us_by_context: float) -> pd.DataFrame:
@@ -442,7 +481,14 @@ def test_the_figure_of_what_dcp_adds():
         plain(*three_modes("no DCP", "paged + direct", "paged + a2a"), *heavy)
     )
     engines = graph_steps.engine_added(
-        pd.DataFrame([engine_row("none_full", 5.0), engine_row("ours_direct_full", 5.1)])
+        pd.DataFrame(
+            [
+                engine_row("none_full", 5.0),
+                engine_row("ours_direct_full", 5.1),
+                engine_row("none_full", 5.0, run=LATE),
+                engine_row("none_ours_full", 5.0, run=LATE),
+            ]
+        )
     )
     fig = plots_graphs.added_to_a_layer(stack, engines, source="here")
     assert (
@@ -452,7 +498,8 @@ def test_the_figure_of_what_dcp_adds():
     legends = [ax.get_legend_handles_labels()[1] for ax in fig.axes]
     target = "target: at most 6 us at 2,000"
     assert sorted(legends[0]) == ["a2a", "direct", target]
-    assert sorted(legends[1]) == [target, "the lab's direct over vLLM"]
+    pairs = ["the lab's direct over the lab's kernel (two runs)", "the lab's direct over vLLM"]
+    assert sorted(legends[1]) == [target, *pairs]
     assert not cut_off(fig) and min(text.get_fontsize() for text in letters(fig)) >= 14
 
 

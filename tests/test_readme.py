@@ -73,7 +73,7 @@ def test_what_was_served_is_the_headlines():
         (r"`direct`, ([\d.]+) without DCP", served.format(2000, none)),
         (
             r"\(([\d.]+) with this lab's",
-            "two H200s, vLLM, 16 x 2,000: without DCP, this lab's kernel",
+            "two H200s, vLLM, 16 x 2,000, another run: without DCP, this lab's kernel",
         ),
         (r"run\), ([\d.]+) with vLLM's", served.format(2000, theirs)),
         (r"32,000 tokens ([\d.]+),", served.format(32000, ours)),

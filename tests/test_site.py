@@ -294,7 +294,9 @@ def test_the_readme_quotes_the_headlines():
     readme = (ROOT / "README.md").read_text()
     text = re.search(r"\*\*The verdict\.\*\* (.*?)\n## ", readme, re.DOTALL)[1]
     heavy, light = (f"two H200s, {part} dense part: PIECEWISE adds" for part in ("heavy", "light"))
-    served = "two H200s, vLLM, 16 x 2,000"
+    served, longer = (f"two H200s, vLLM, 16 x {context}" for context in ("2,000", "32,000"))
+    # Each run with its own no DCP.
+    again = f"{served}, another run"
     pages = "with pages read in place, PIECEWISE"
     h200, study1 = "of what DCP adds on two H200s", "study 1, of what DCP adds"
     for pattern, name in (
@@ -318,11 +320,13 @@ def test_the_readme_quotes_the_headlines():
         (r"both (\d+) %", f"{h200}, both"),
         (r"a step takes ([\d.]+) ms", "two H200s, 16 x 2,500: DCP 2, full graphs, paged, direct"),
         (r"ms, ([\d.]+) without DCP", "two H200s, 16 x 2,500: without DCP"),
-        (r"gather under PIECEWISE takes (\d+) ms", f"{served}: DCP 2, study 1's gather"),
-        (r"direct exchange ([\d.]+), no DCP", f"{served}: DCP 2, full graphs, paged, direct"),
-        (r"same kernel ([\d.]+);", f"{served}: without DCP"),
-        (r"that DCP 2 takes ([\d.]+) ms", "two H200s, vLLM, 16 x 32,000: DCP 2"),
-        (r"own kernel ([\d.]+), and", "two H200s, vLLM, 16 x 32,000: without DCP"),
+        (r"one run .* that DCP 2 takes ([\d.]+) ms", f"{served}: DCP 2, full graphs, paged"),
+        (r"2,000 tokens and ([\d.]+) at 32,000", f"{longer}: DCP 2, full graphs, paged"),
+        (r"32,000, no DCP with vLLM's own kernel ([\d.]+) and", f"{served}: without DCP"),
+        (r"32,000, no DCP with vLLM's own kernel [\d.]+ and ([\d.]+),", f"{longer}: without DCP"),
+        (r"another run .* PIECEWISE takes (\d+) ms", f"{again}: DCP 2, study 1's gather"),
+        (r"100 ms, no DCP ([\d.]+) with vLLM's own", f"{again}: without DCP, FLASH_ATTN"),
+        (r"own kernel and ([\d.]+) with this lab's", f"{again}: without DCP, this lab's kernel"),
         (r"cache holds ([\d.]+) times", "two H200s, vLLM: KV cache with DCP 2"),
         (r"median error of ([\d.]+) %", "model: median error"),
         (r"its worst, ([\d.]+) %", "model: worst error"),

@@ -11,6 +11,7 @@ import math
 import pytest
 
 from dcp_lab.analysis import (
+    engines,
     tables,
     verdict_fit,
     verdict_gain,
@@ -217,33 +218,28 @@ def test_the_modelled_crossing_is_the_measured_one():
     assert found.direct[16] / found.direct[64] == pytest.approx(4, rel=1e-3)
 
 
-def test_capacity_and_drift():
-    """Twice the tokens with DCP 2; the same launches took up to 1.3x as long."""
-    tokens = verdict_gain.capacity(tables.measured("engine_h200x2"))
-    # Of two runs the one that has most rows.
-    assert tokens["none_full"] == tokens["none_ours_full"] == 1_148_064
-    assert tokens["fa_a2a_full"] / tokens["none_full"] == pytest.approx(2, rel=1e-4)
+def test_drift_and_waits():
+    """The same launches took up to 1.3x as long; a rank's exchange holds its wait."""
     assert verdict_gain.drift(STACK) == pytest.approx(75.8282 / 58.0855)
     waits = verdict_gain.waits(STACK)
     assert (waits.comm_least_ms <= waits.comm_ms).all() and len(waits) == 11
 
 
 def test_an_engine_is_held_against_its_own_run():
-    """The run with most contexts, and of another run only what that one lacks, marked as such."""
-    table = tables.measured("engine_h200x2")
-    steps = verdict_gain.served_steps(table)
-    assert list(steps.loc["none_full"].index) == [1000, 2000, 3000, 5000, 8000, 32000]
-    one = table[(table.metric == "tpot") & (table.row == "none_full")]
-    one = one[(one.context_tokens == 2000) & (one.run == one.run.min())].value
-    assert len(one) == 3 and steps.median_ms["none_full", 2000] == pytest.approx(one.median())
-    assert set(steps.index[steps.apart].get_level_values("row")) == {"none_ours_full"}
+    """Where a step of DCP becomes the shorter one: over its own run's no DCP, whatever runs."""
+    table = tables.measured(engines.TABLE)
+    steps = engines.chosen(table, engines.IN_FULL_GRAPHS)
     crossing = verdict_gain.crossing
-    assert crossing(steps, "ours_direct_full", "none_full") == (0, 1000)
-    assert crossing(steps, "ours_direct_full", "none_ours_full") == (2000, 8000)
-    assert crossing(steps, "ours_a2a_full", "none_full") == (8000, 32000)
-    assert crossing(steps, "fa_a2a_full", "none_full") == (32000, math.inf)
-    with pytest.raises(ValueError, match=r"expected rows of none_full.*none of \['fa_a2a_full"):
-        verdict_gain.served_steps(table[table.row != "fa_a2a_full"])
+    for column in ("median_ms", "over_none"):
+        assert crossing(steps, "ours_direct_full", "none_full", column) == (0, 1000)
+        assert crossing(steps, "ours_a2a_full", "none_full", column) == (8000, 32000)
+        assert crossing(steps, "fa_a2a_full", "none_full", column) == (32000, math.inf)
+    pair = ("ours_direct_full", "none_ours_full", "over_none")
+    assert crossing(steps, *pair) == (2000, 8000)
+    # A run on a machine that is slower throughout moves nothing.
+    (other,) = set(steps.run[steps.apart])
+    slower = table.assign(value=table.value.where(table.run != other, 1.2 * table.value))
+    assert crossing(engines.chosen(slower, engines.IN_FULL_GRAPHS), *pair) == (2000, 8000)
 
 
 def test_two_runs_of_one_engine_are_this_far_apart():

@@ -19,6 +19,7 @@ from test_verdict import trace
 
 from dcp_lab import plots_verdict
 from dcp_lab.analysis import (
+    engines,
     tables,
     verdict_account,
     verdict_fit,
@@ -92,33 +93,25 @@ def test_a_host_whose_calls_cost_the_same(account):
     assert account.lab_ms > account.library_ms > account.steps.ms[2]
 
 
-def test_engines_are_the_rows_that_all_have(account):
-    """Medians over windows by hand, at the contexts of every engine; one missing is told."""
-    table = tables.measured("engine_h200x2")
-    found = verdict_account.engine_steps(table)
-    tpot = table[(table.metric == "tpot") & (table.context_tokens == 8000)]
-    for name in verdict_account.ENGINES:
-        values = tpot[tpot.row == name].value
-        assert found.median_ms[name, 8000] == pytest.approx(values.median())
-        assert found.windows[name, 8000] == len(values)
-    assert 1000 not in found.index.get_level_values("context_tokens")
-    with pytest.raises(ValueError, match="expected rows of none_full.*none of ..fa_a2a_full"):
-        verdict_account.engine_steps(table[table.row != "fa_a2a_full"])
-
-
 def test_stack_and_engine_stand_beside_each_other():
-    """Each corner's own rows, nothing where there is none, without DCP first."""
-    engines = verdict_account.engine_steps(tables.measured("engine_h200x2"))
-    found = verdict_account.beside(STACK, engines, tables.measured_vllm())
-    assert list(found.columns) == ["stack, 2,500", "vLLM, 2,000", "stack, 8,192", "vLLM, 8,000"]
-    gathered = found.loc[verdict_account.ENGINES["gather_ag_rs_piecewise"]]
-    assert list(gathered.round(1)) == [146.9, 100.0, 131.4, 102.7]
+    """Each corner's own rows, nothing where there is none, each run with its own no DCP."""
+    served = engines.chosen(tables.measured(engines.TABLE), verdict_account.ENGINES)
+    found = verdict_account.beside(STACK, served, tables.measured_vllm())
+    near = ["stack, 2,500", "vLLM, 2,000", "x no DCP, 2,000"]
+    assert list(found.columns) == [*near, "stack, 8,192", "vLLM, 8,000", "x no DCP, 8,000"]
+    names = engines.NAMES
+    runs = found.groupby("run", sort=False)
+    first, second, earlier = (part.droplevel("run") for _, part in runs)
+    gathered = second.loc[names["gather_ag_rs_piecewise"]]
+    assert list(gathered.round(1)) == [146.9, 100.0, 15.6, 131.4, 102.7, 13.4]
     # FLASH_ATTN is not in the stack, and nobody ran a2a there at 8,192 tokens.
-    assert found.loc[verdict_account.ENGINES["fa_a2a_full"]].isna().tolist() == [1, 0, 1, 0]
-    assert found.loc[verdict_account.ENGINES["ours_a2a_full"]].isna().tolist() == [0, 0, 1, 0]
-    earlier = found.filter(like="PIECEWISE, a2a", axis=0).iloc[0]
-    assert list(earlier.iloc[:2]) == [pytest.approx(58.6092), pytest.approx(72.1)]
-    assert ["DCP 2" in words for words in found.index] == [False] * 3 + [True] * 5
+    assert first.isna().loc[names["fa_a2a_full"]].tolist() == [1, 0, 0, 1, 0, 0]
+    assert first.isna().loc[names["ours_a2a_full"]].tolist() == [0, 0, 0, 1, 0, 0]
+    once = earlier.loc[names["fa_a2a_piecewise"]]
+    assert list(once.iloc[:3]) == pytest.approx([58.6092, 72.1, 72.1 / 6.21])
+    for part, none_ms in ((first, 6.36), (second, 6.43), (earlier, 6.21)):
+        line = part.loc[names["none_full"]]
+        assert round(line["vLLM, 2,000"], 2) == none_ms and line["x no DCP, 2,000"] == 1
 
 
 def test_without_dcp_study_1s_host_is_the_shorter_queue(account):
@@ -178,8 +171,7 @@ def figures(account: verdict_account.Account) -> dict[str, object]:
         "study_parts": plots_verdict.study_parts(account.parts, added_ms=63.12, **said),
         "gain": plots_verdict.gain(
             verdict_gain.full_steps(STACK),
-            verdict_gain.served_steps(tables.measured("engine_h200x2")),
-            names=verdict_gain.SERVED,
+            engines.chosen(tables.measured(engines.TABLE), verdict_account.ENGINES),
             **said,
         ),
         "traces": plots_verdict.traces(

@@ -12,6 +12,7 @@ import pytest
 
 from dcp_lab.analysis import (
     attribution,
+    engines,
     tables,
     verdict_account,
     verdict_fit,
@@ -59,29 +60,33 @@ def of_the_tables() -> list[tuple]:
     alone = alone[~alone.bound.astype(bool)].median_ms
     gather = piecewise[(piecewise.attention == "published") & (piecewise.reducer == "ag_rs")]
     gather = gather[gather.dense == "light"].set_index("context_tokens").median_ms.sort_index()
-    in_engine = tables.measured("engine_h200x2")
-    engines = verdict_account.engine_steps(in_engine).median_ms
-    earlier = tables.measured_vllm()
-    beside = verdict_account.beside(stack, verdict_account.engine_steps(in_engine), earlier)
+    in_engine = tables.measured(engines.TABLE)
+    chosen = engines.chosen(in_engine, verdict_account.ENGINES)
+    beside = verdict_account.beside(stack, chosen, tables.measured_vllm()).droplevel("run")
     longer = [
         beside[f"stack, {mine:,}"] - beside[f"vLLM, {near:,}"]
         for mine, near in verdict_account.NEAR
     ]
     longer = pd.concat(longer).dropna()
     longer = longer[["PIECEWISE" not in words for words in longer.index]]
-    once = beside[[words.endswith("earlier run)") for words in beside.index]].iloc[:, :2]
-    (stack_none, vllm_none), (stack_dcp, vllm_dcp) = once.to_numpy()
-    gain = verdict_gain.served_steps(in_engine).median_ms
+    (stack_none, vllm_none), (stack_dcp, vllm_dcp) = (
+        beside.loc[engines.NAMES[name]].iloc[:2] for name in ("none_piecewise", "fa_a2a_piecewise")
+    )
+    gain = chosen.median_ms
     direct2, none2, a2a2, theirs2, same2 = (
         gain[name]
         for name in ("ours_direct_full", "none_full", "ours_a2a_full", "fa_a2a_full",
                      "none_ours_full")
     )  # fmt: skip
-    kv = verdict_gain.capacity(in_engine)
-    ours, same, theirs, served = (
-        engines[name]
-        for name in ("ours_direct_full", "none_ours_full", "none_full", "gather_ag_rs_piecewise")
-    )
+    # Of two runs, each beside its own run's no DCP.
+    kernel, served = chosen.loc["none_ours_full"], gain["gather_ag_rs_piecewise"]
+    over = chosen.over_none["ours_direct_full"]
+    fair = {
+        context: engines.gap(chosen, "ours_direct_full", "none_ours_full", context)[1]
+        for context in kernel.index
+    }
+    place = chosen.run["ours_direct_full"].iloc[0], "ours_direct_full"
+    kv = engines.engines(in_engine).kv_over_none[place]
     serve = tables.published_serve()
     tpot = attribution.metric(serve, attribution.MEAN_TPOT).loc[1]
     added, growth = attribution.added_time(serve), attribution.context_growth(serve)
@@ -125,8 +130,13 @@ def of_the_tables() -> list[tuple]:
         ("6.2 ms of work cannot", engine[1, "none", "FULL_AND_PIECEWISE"]),
         ("host that needs 19, and still less one that needs 72", vllm_none, vllm_dcp),
         ("gather the 83 ms are its", account.shared_ms),
-        ("exchange leave 6.2 ms, against 5.9 without DCP", ours[2000], same[2000]),
-        ("kernel and 6.4 with vLLM's own", theirs[2000]),
+        ("exchange leave 6.2 ms, 0.98 times no", direct2[2000], over[2000]),
+        (
+            "the same kernel takes 5.9, 0.92 times the 6.4 of its own",
+            same2[2000],
+            kernel.over_none[2000],
+            kernel.none_ms[2000],
+        ),
         ("20.1 against 20.2 ms", tpot.dcp1_piecewise, tpot.dcp1_full),
         ("with DCP 63 ms are added", account.added_ms),
         ("-0.4 ms from 2,500 to 3,000", growth.change_ms, *added.context_tokens),
@@ -176,12 +186,16 @@ def of_the_tables() -> list[tuple]:
         ("6.9 against 7.6 at 8,000", direct2[8000], none2[8000], 8000),
         ("9.1 against 12.0 at 32,000", direct2[32000], none2[32000], 32000),
         ("takes 5.9 ms at 2,000 tokens and 7.1 at 8,000", same2[2000], 2000, same2[8000], 8000),
-        ("another run, 1.1 % apart at most", 100 * verdict_gain.runs_apart(in_engine)),
-        ("behind at 2,000, by 0.3 ms", 2000, direct2[2000] - same2[2000]),
-        ("ahead at 8,000, by 0.2", 8000, same2[8000] - direct2[8000]),
+        (
+            "own takes 6.4 and 7.6 (up to 1.1 % more",
+            *kernel.none_ms[[2000, 8000]],
+            100 * verdict_gain.runs_apart(in_engine),
+        ),
+        ("behind at 2,000, by 0.35 ms", 2000, fair[2000]),
+        ("ahead at 8,000, by 0.14", 8000, -fair[8000]),
         ("ahead at 32,000 only, 10.9 ms", 32000, a2a2[32000]),
         ("with a2a never, 13.1", theirs2[32000]),
-        ("holds 1.97 times", kv["ours_direct_full"] / kv["none_full"]),
+        ("holds 1.97 times", kv),
         ("at 3,000 tokens (9 were) and eager (5 were)", 3000, blocks["3000"], blocks["eager"]),
     ]
 

@@ -1,10 +1,14 @@
 """Real vLLM engines, read: TPOT, TTFT, memory and start of each configuration, and the targets.
 
 Rows of `dcp-lab bench serve`. An engine is held against another only where one run has both under
-the same settings; where two runs stand side by side the table has them in its index.
+the same settings (`times`, `engines`). Where a reading names engines of several runs, `chosen`
+says of each which run it is of, whether that is another than the others', and what no DCP takes in
+that very run: only what each is over its own run's no DCP may be held together then.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -27,6 +31,10 @@ NAMES = {
     "mla_a2a_piecewise": "DCP 2: MLA model, vLLM's TRITON_MLA, a2a, PIECEWISE",
 }
 NO_DCP, THEIRS = "none_full", "fa_a2a_full"
+# Those of full graphs and GQA: what a figure over context shows.
+IN_FULL_GRAPHS = tuple(
+    name for name in NAMES if not (r := serve.ROWS[name]).latent and r.mode == serve.FULL
+)
 TOKEN_METRICS = {"tokens_same": "same", "tokens_tied": "tied", "tokens_other": "other"}
 # One number of an engine each: metric -> column.
 SINGLE = {
@@ -51,6 +59,24 @@ def _ordered(found: pd.DataFrame) -> pd.DataFrame:
     return found.sort_index(key=lambda level: level.map(place) if level.name == "row" else level)
 
 
+def _medians(table: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return a line an engine and context: settings, times, and what they are held against."""
+    rows = _kept(table)
+    rows = rows[rows.metric == metric]
+    key = [*serve.SETTINGS, "row", "context_tokens"]
+    found = rows.groupby(key, dropna=False, as_index=False).agg(
+        median_ms=("value", "median"), least_ms=("value", "min"), most_ms=("value", "max"),
+        samples=("value", "size"),
+    )  # fmt: skip
+    same = [*serve.SETTINGS, "context_tokens"]
+    for column, other in (("none", NO_DCP), ("theirs", THEIRS)):
+        base = found.loc[found.row == other, [*same, "median_ms"]]
+        both = found[same].merge(base, on=same, how="left")
+        found[f"{column}_ms"] = both.median_ms.to_numpy()
+        found[f"over_{column}"] = found.median_ms / found[f"{column}_ms"]
+    return found.astype({"context_tokens": int})
+
+
 def times(table: pd.DataFrame, metric: str = "tpot") -> pd.DataFrame:
     """Return every engine's time at each context, beside the others of its run.
 
@@ -63,21 +89,89 @@ def times(table: pd.DataFrame, metric: str = "tpot") -> pd.DataFrame:
         over_theirs, the median over that without DCP and over FLASH_ATTN's DCP 2 in full graphs,
         NaN where the run has none under the same settings.
     """
-    rows = _kept(table)
-    rows = rows[rows.metric == metric]
-    key = [*serve.SETTINGS, "row", "context_tokens"]
-    found = rows.groupby(key, dropna=False, as_index=False).agg(
-        median_ms=("value", "median"), least_ms=("value", "min"), most_ms=("value", "max"),
-        samples=("value", "size"),
-    )  # fmt: skip
-    same = [*serve.SETTINGS, "context_tokens"]
-    for column, other in (("over_none", NO_DCP), ("over_theirs", THEIRS)):
-        base = found.loc[found.row == other, [*same, "median_ms"]]
-        both = found[same].merge(base, on=same, how="left")
-        found[column] = found.median_ms / both.median_ms.to_numpy()
-    found = found.astype({"context_tokens": int})
     columns = ["median_ms", "least_ms", "most_ms", "samples", "over_none", "over_theirs"]
+    found = _medians(table, metric)
     return _ordered(found.set_index(["run", "row", "context_tokens"])[columns])
+
+
+def chosen(table: pd.DataFrame, names: Sequence[str] | None = None) -> pd.DataFrame:
+    """Return TPOTs of several engines, of one run as far as it has them.
+
+    That is the run with most of the engines, then with most contexts, then the latest. An engine
+    that it lacks is of the run with most of that engine's contexts and is `apart`: its times stand
+    beside the others' with none_ms beside them, and are held against them by over_none alone.
+
+    Args:
+        table: measured("engine_...").
+        names: Keys of NAMES. Default: those that the table has.
+
+    Returns:
+        Indexed by (row, context_tokens), in the order of names: run, requests, apart, median_ms,
+        least_ms, most_ms, samples, none_ms (no DCP of that run, NaN where it has none),
+        none_least_ms, none_most_ms, over_none.
+
+    Raises:
+        ValueError: An engine of names has no row.
+    """
+    found = _medians(table, "tpot")
+    there = set(found.row)
+    names = [name for name in NAMES if name in there] if names is None else list(names)
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise ValueError(f"table: expected rows of {', '.join(names)}, none of {missing}")
+    # Two settings in one run are as far apart as two runs.
+    settings = list(serve.SETTINGS)
+    found["one"] = found.groupby(settings, dropna=False).ngroup()
+    base = found[found.row == NO_DCP].set_index(["one", "context_tokens"])
+    own = pd.MultiIndex.from_frame(found[["one", "context_tokens"]])
+    for end in ("least", "most"):
+        found[f"none_{end}_ms"] = base[f"{end}_ms"].reindex(own).to_numpy()
+    found = found[found.row.isin(names)]
+    # Beside its own run's no DCP a time says more than any number of times without.
+    found["held"] = found.over_none.notna()
+    taken = []
+    main = _fullest(found) if names else None
+    for name in names:
+        rows = found[found.row == name]
+        apart = main not in set(rows.one)
+        one = _fullest(rows) if apart else main
+        taken.append(rows[rows.one == one].assign(apart=apart))
+    columns = ["run", "requests", "apart", "median_ms", "least_ms", "most_ms", "samples"]
+    columns += ["none_ms", "none_least_ms", "none_most_ms", "over_none"]
+    whole = pd.concat(taken) if taken else found.assign(apart=False)
+    return whole.set_index(["row", "context_tokens"])[columns]
+
+
+def _fullest(found: pd.DataFrame) -> int:
+    """Return which has most engines, then most medians that are held, then is the latest."""
+    by = found.groupby("one").agg(
+        engines=("row", "nunique"), held=("held", "sum"), medians=("row", "size"),
+        run=("run", "first"),
+    )  # fmt: skip
+    return int(by.sort_values(["engines", "held", "medians", "run"], kind="stable").index[-1])
+
+
+def gap(found: pd.DataFrame, name: str, other: str, context_tokens: int) -> tuple[float, ...]:
+    """Return by how much a step is longer than another, in ms: low, middle, high.
+
+    Of two runs each is held against its own run's no DCP first, so that what differs between the
+    runs falls out.
+
+    Args:
+        found: chosen(...).
+        name, other: Keys of NAMES that are in it.
+        context_tokens: At which.
+    """
+    one, base = found.loc[(name, context_tokens)], found.loc[(other, context_tokens)]
+    middle = one.median_ms - base.median_ms
+    low, high = one.least_ms - base.most_ms, one.most_ms - base.least_ms
+    if one.apart == base.apart and one.run == base.run:
+        return low, middle, high
+    return (
+        low + base.none_least_ms - one.none_most_ms,
+        middle + base.none_ms - one.none_ms,
+        high + base.none_most_ms - one.none_least_ms,
+    )
 
 
 def by_context(found: pd.DataFrame, column: str, places: int = 2) -> pd.DataFrame:
@@ -99,7 +193,12 @@ def _text(value: float, places: int) -> str:
 
 def _named(found: pd.DataFrame) -> pd.DataFrame:
     """Return the table with engines in words and runs by their time of day."""
-    return found.rename(index=lambda run: run[11:16], level="run").rename(index=NAMES, level="row")
+    return found.rename(index=run_name, level="run").rename(index=NAMES, level="row")
+
+
+def run_name(run: str) -> str:
+    """Return what a table calls a run: its time of day."""
+    return run[11:16]
 
 
 def widest_run(found: pd.DataFrame) -> str:

@@ -12,12 +12,14 @@ import numpy as np
 import pandas as pd
 
 from dcp_lab.analysis import attribution
+from dcp_lab.analysis import engines as engines_
+from dcp_lab.bench import serve
 from dcp_lab.bench.verdicts import Verdict
 from dcp_lab.graphs import rule_of
 from dcp_lab.graphs.policy import RULES
 from dcp_lab.stack import KIMI_K3_LIKE
 
-TABLE, ENGINES = "stack_h200x2", "engine_h200x2"
+TABLE, ENGINES = "stack_h200x2", engines_.TABLE
 NO_DCP = "no DCP"
 MODES = ("eager", "piecewise", "full")
 # Attention and reducer. The last waits for the device inside the step: it has no full graph.
@@ -33,13 +35,15 @@ ENGINE_PAIRS = {
     "the lab's direct over vLLM": ("ours_direct_full", "none_full", "direct"),
     "the lab's direct over the lab's kernel": ("ours_direct_full", "none_ours_full", "direct"),
 }
-# The engines that run a path in a mode: vLLM's own kernel, this lab's kernel.
-IN_VLLM = {
-    (NO_DCP, "full"): ("none_full", "none_ours_full"),
-    ("paged + direct", "full"): (None, "ours_direct_full"),
-    ("paged + a2a", "full"): ("fa_a2a_full", "ours_a2a_full"),
-    ("published + ag_rs", "piecewise"): (None, "gather_ag_rs_piecewise"),
-}
+
+
+def in_vllm(row: serve.Row) -> tuple[str, str]:
+    """Return which path an engine runs in which mode, as the stack calls them."""
+    mode = "full" if row.mode == serve.FULL else "piecewise"
+    if row.dcp == 1:
+        return NO_DCP, mode
+    attention, reducer = row.options.get("gather", "paged"), row.options.get("reducer", row.comm)
+    return f"{attention} + {reducer}", mode
 
 
 def plain(table: pd.DataFrame, model: str = "qwen3_235b_tp8") -> pd.DataFrame:
@@ -113,27 +117,39 @@ def beside_vllm(steps: pd.DataFrame, engines: pd.DataFrame, vllm: pd.DataFrame) 
 
     Args:
         steps: queues(...).
-        engines: measured("engine_..."); its contexts of AT_TOKENS count, medians of all windows.
-        vllm: measured_vllm(), for what the former has not.
+        engines: measured("engine_..."); its contexts of AT_TOKENS count.
+        vllm: measured_vllm(), for what the former has not of vLLM's own kernel.
 
     Returns:
-        Indexed as steps: stack_ms, vllm_ms (its own kernel), vllm_lab_ms (this lab's kernel in
-        vLLM). NaN where it was not measured.
+        Indexed by (path, mode, kernel), those of steps that an engine ran: stack_ms, vllm_ms, run
+        ("earlier" of measured_vllm()), none_ms (no DCP in full graphs with vLLM's own kernel, of
+        that run) and over_none. Engines of two runs compare by over_none alone.
     """
-    tpot = engines[(engines.metric == "tpot") & (engines.context_tokens == AT_TOKENS)]
-    by_row = tpot.groupby("row").value.median()
-    older = attribution.engine_modes(vllm).tpot_ms
-    modes = {"full": "FULL_AND_PIECEWISE", "piecewise": "PIECEWISE"}
-    found = []
-    for path, mode in steps.index:
-        theirs, ours = IN_VLLM.get((path, mode), (None, None))
-        size, reducer = (1, "none") if path == NO_DCP else (2, path.split(" + ")[1])
-        before = older.get((size, reducer, modes.get(mode))) if path != WAITS else None
-        found.append((by_row.get(theirs, before), by_row.get(ours)))
-    result = pd.DataFrame(found, index=steps.index, columns=["vllm_ms", "vllm_lab_ms"])
-    result = result.astype(float)
-    result.insert(0, "stack_ms", steps.median_ms)
-    return result
+    own, lab = "vLLM's", "this lab's"
+    found = {}
+    for (name, context), line in engines_.chosen(engines).iterrows():
+        row = serve.ROWS[name]
+        if context != AT_TOKENS or row.latent:
+            continue
+        kernel = lab if row.backend == "CUSTOM" else own
+        run = engines_.run_name(line.run)
+        found[(*in_vllm(row), kernel)] = (line.median_ms, run, line.none_ms)
+    once = attribution.engine_modes(vllm).tpot_ms
+    modes = {"FULL_AND_PIECEWISE": "full", "PIECEWISE": "piecewise"}
+    for (_, reducer, mode), ms in once.items():
+        path = NO_DCP if reducer == "none" else f"paged + {reducer}"
+        none_ms = once[1, "none", "FULL_AND_PIECEWISE"]
+        found.setdefault((path, modes[mode], own), (ms, "earlier", none_ms))
+    lines = {
+        (*step, kernel): (steps.median_ms[step], *found[(*step, kernel)])
+        for step in steps.index
+        for kernel in (own, lab)
+        if (*step, kernel) in found
+    }
+    index = pd.MultiIndex.from_tuples(lines, names=["path", "mode", "kernel"])
+    columns = ["stack_ms", "vllm_ms", "run", "none_ms"]
+    result = pd.DataFrame(list(lines.values()), index=index, columns=columns)
+    return result.assign(over_none=result.vllm_ms / result.none_ms)
 
 
 def launch_costs(
@@ -198,15 +214,14 @@ def releases() -> dict[str, str]:
 
 
 def _difference(
-    layers: int, with_dcp: Sequence[float], alone: Sequence[float]
+    layers: int, alone_ms: float, dcp_ms: float, gap_ms: Sequence[float]
 ) -> dict[str, float | str]:
-    """Return what DCP adds to a layer; the steps as (low, middle, high) in ms."""
-    us = 1e3 / layers
-    low, high = us * (with_dcp[0] - alone[2]), us * (with_dcp[2] - alone[0])
+    """Return what DCP adds to a layer; gap_ms: the step with it less the other, low to high."""
+    low, middle, high = (1e3 / layers * ms for ms in gap_ms)
     return {
-        "alone_ms": alone[1],
-        "dcp_ms": with_dcp[1],
-        "us": us * (with_dcp[1] - alone[1]),
+        "alone_ms": alone_ms,
+        "dcp_ms": dcp_ms,
+        "us": middle,
         "low_us": low,
         "high_us": high,
         "step": "longer" if low > 0 else "shorter" if high < 0 else "level",
@@ -240,8 +255,13 @@ def added(rows: pd.DataFrame) -> pd.DataFrame:
         | {"samples": min(pair.samples, pair.samples_alone)}
         | _difference(
             pair.num_layers,
-            (pair.p10_ms, pair.median_ms, pair.p90_ms),
-            (pair.p10_ms_alone, pair.median_ms_alone, pair.p90_ms_alone),
+            pair.median_ms_alone,
+            pair.median_ms,
+            (
+                pair.p10_ms - pair.p90_ms_alone,
+                pair.median_ms - pair.median_ms_alone,
+                pair.p90_ms - pair.p10_ms_alone,
+            ),
         )
         for pair in pairs.itertuples()
     ]
@@ -262,36 +282,37 @@ def engine_added(table: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A row a pair and context: pair, reducer, context_tokens, requests, one_run (whether one run
-        has both; steps of two runs are held together only where none has), windows (fewest of the
-        two), alone_ms, dcp_ms, us, low_us and high_us (least of one less most of the other), step.
+        has both; where none has, each step is first held against its own run's no DCP), windows
+        (fewest of the two), alone_none_ms and dcp_none_ms (that no DCP), alone_ms, dcp_ms, us,
+        low_us and high_us (least of one less most of the other), step.
     """
-    tpot = table[table.metric == "tpot"]
-    key = ["row", "context_tokens", "run"]
-    ms = tpot.groupby(key).value.agg(["min", "median", "max", "count"])
-    shape = tpot.groupby("row")[["num_layers", "requests"]].first()
-    found = []
-    for pair, (row, alone_row, reducer) in ENGINE_PAIRS.items():
-        if not {row, alone_row} <= set(shape.index):
+    there, found = set(table.row[table.metric == "tpot"]), []
+    for pair, (row, alone, reducer) in ENGINE_PAIRS.items():
+        if not {row, alone} <= there:
             continue
-        contexts = ms.loc[row].index.unique(0).intersection(ms.loc[alone_row].index.unique(0))
+        both = engines_.chosen(table, (row, alone))
+        contexts = both.loc[row].index.intersection(both.loc[alone].index)
         for context in contexts.sort_values():
-            one, other = ms.loc[(row, context)], ms.loc[(alone_row, context)]
-            # A run is named by when it began.
-            both = one.index.intersection(other.index)
-            one = one.loc[both.max() if len(both) else one.index.max()]
-            other = other.loc[both.max() if len(both) else other.index.max()]
+            one, other = both.loc[(row, context)], both.loc[(alone, context)]
+            gap = engines_.gap(both, row, alone, context)
+            # Two runs that share no engine cannot be held together.
+            if np.isnan(gap).any():
+                continue
             found.append(
                 {
                     "pair": pair,
                     "reducer": reducer,
                     "context_tokens": int(context),
-                    "requests": int(shape.requests[row]),
-                    "one_run": len(both) > 0,
-                    "windows": int(min(one["count"], other["count"])),
+                    "requests": int(one.requests),
+                    "one_run": not (one.apart or other.apart),
+                    "windows": int(min(one.samples, other.samples)),
+                    "alone_none_ms": other.none_ms,
+                    "dcp_none_ms": one.none_ms,
                 }
-                | _difference(shape.num_layers[row], one.tolist(), other.tolist())
+                | _difference(serve.LAYERS, other.median_ms, one.median_ms, gap)
             )
     columns = ["pair", "reducer", "context_tokens", "requests", "one_run", "windows"]
+    columns += ["alone_none_ms", "dcp_none_ms"]
     return pd.DataFrame(found, columns=[*columns, *_DIFFERENCE])
 
 
@@ -427,11 +448,16 @@ def say_engines(table: pd.DataFrame) -> str:
     rows = table[table.context_tokens == AT_TOKENS]
     if rows.empty:
         return f"No engine has a row at {AT_TOKENS:,} tokens."
-    said = [
-        f"{row.us:+.1f} us for {row.pair} without DCP ({row.low_us:+.1f} to {row.high_us:+.1f}, "
-        f"{row.windows} windows{'' if row.one_run else ', two runs'})"
-        for row in rows.itertuples()
-    ]
+    said = []
+    for row in rows.itertuples():
+        apart = (
+            "; two runs, each step first held against vLLM's own without DCP of its run, "
+            f"{row.dcp_none_ms:.2f} and {row.alone_none_ms:.2f} ms"
+        )
+        said.append(
+            f"{row.us:+.1f} us for {row.pair} without DCP ({row.low_us:+.1f} to "
+            f"{row.high_us:+.1f}, {row.windows} windows{'' if row.one_run else apart})"
+        )
     return f"In vLLM at {AT_TOKENS:,} tokens DCP adds to a layer: {'; '.join(said)}."
 
 

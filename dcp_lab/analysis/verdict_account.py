@@ -9,6 +9,7 @@ import pandas as pd
 
 from dcp_lab.analysis import (
     attribution,
+    engines,
     tables,
     verdict_fit,
     verdict_shares,
@@ -301,96 +302,67 @@ def engine_check(fit: verdict_fit.Fit) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-# Rows of engine_h200x2 that the account is about, in its order, and what they are.
-ENGINES = {
-    "none_full": "no DCP, full graphs, FLASH_ATTN",
-    "none_ours_full": "no DCP, full graphs, this lab's kernel",
-    "gather_ag_rs_piecewise": "DCP 2: study 1's gather, ag_rs, PIECEWISE",
-    "fa_a2a_full": "DCP 2: full graphs, FLASH_ATTN, a2a",
-    "ours_a2a_full": "DCP 2: full graphs, this lab's kernel, a2a",
-    "ours_direct_full": "DCP 2: full graphs, this lab's kernel, direct",
+# Rows of engine_h200x2 that the account is about.
+GATHERED = "gather_ag_rs_piecewise"
+ENGINES = (*engines.IN_FULL_GRAPHS, GATHERED)
+# What the engine of measured_vllm() ran: rows of bench serve, in a run of its own before that.
+EARLIER = {
+    engines.NO_DCP: (1, "none", "FULL_AND_PIECEWISE"),
+    "none_piecewise": (1, "none", "PIECEWISE"),
+    "fa_a2a_piecewise": (2, "a2a", "PIECEWISE"),
 }
-# The same corners on the stack; FLASH_ATTN is not in it.
+_A2A = {"dcp_size": 2, "attention": "paged", "reducer": "a2a"}
+# The same corners on the stack. FLASH_ATTN is not in it; under PIECEWISE the kernel hardly counts.
 STACKED = {
     "none_ours_full": {**NO_DCP, "mode": "full"},
-    "gather_ag_rs_piecewise": AS_PUBLISHED,
-    "ours_a2a_full": {"dcp_size": 2, "attention": "paged", "reducer": "a2a", "mode": "full"},
+    GATHERED: AS_PUBLISHED,
+    "ours_a2a_full": {**_A2A, "mode": "full"},
     "ours_direct_full": {"dcp_size": 2, "attention": "paged", "reducer": "direct", "mode": "full"},
-}
-# What the engine of measured_vllm() ran, before and with its own kernel, and the stack.
-EARLIER = {
-    "no DCP, PIECEWISE (vLLM: FLASH_ATTN, earlier run)": (
-        (1, "none", "PIECEWISE"),
-        {**NO_DCP, "mode": "piecewise"},
-    ),
-    "DCP 2: PIECEWISE, a2a (vLLM: FLASH_ATTN, earlier run)": (
-        (2, "a2a", "PIECEWISE"),
-        {"dcp_size": 2, "attention": "paged", "reducer": "a2a", "mode": "piecewise"},
-    ),
+    "none_piecewise": {**NO_DCP, "mode": "piecewise"},
+    "fa_a2a_piecewise": {**_A2A, "mode": "piecewise"},
 }
 # What stands beside what: tokens of a request on the stack and in the engine.
 NEAR = ((2500, 2000), (8192, 8000))
 
 
-def engine_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the time per output token of ENGINES at the contexts that all of them have.
-
-    Args:
-        table: measured("engine_...").
-
-    Returns:
-        Indexed by (row, context_tokens) in the order of ENGINES: median_ms, low_ms, high_ms (least
-        and most of the windows), windows.
-
-    Raises:
-        ValueError: An engine is missing.
-    """
-    rows = table[(table.metric == "tpot") & table.row.isin(ENGINES)]
-    missing = [name for name in ENGINES if name not in set(rows.row)]
-    if missing:
-        raise ValueError(f"table: expected rows of {', '.join(ENGINES)}, none of {missing}")
-    found = rows.groupby(["row", "context_tokens"]).value.agg(["median", "min", "max", "count"])
-    found.columns = ["median_ms", "low_ms", "high_ms", "windows"]
-    seen = found.groupby("context_tokens").size()
-    found = found[found.index.isin(seen.index[seen == len(ENGINES)], level="context_tokens")]
-    return found.reindex(list(ENGINES), level="row")
-
-
-def beside(table: pd.DataFrame, engines: pd.DataFrame, earlier: pd.DataFrame) -> pd.DataFrame:
-    """Return the same corners on the stack and in vLLM, ms a token.
+def beside(table: pd.DataFrame, served: pd.DataFrame, earlier: pd.DataFrame) -> pd.DataFrame:
+    """Return the same corners on the stack and in vLLM, ms a token, run by run.
 
     Args:
         table: measured("stack_...").
-        engines: engine_steps(...).
+        served: engines.chosen(...).
         earlier: measured_vllm(), of 2,000 tokens.
 
     Returns:
-        Indexed by the corner in words; a column for each of NEAR's contexts, NaN where there is
-        no row.
+        Indexed by (run, engine) in words, each run with its own no DCP: for each of NEAR's
+        contexts the stack's step, vLLM's, and vLLM's over that no DCP; NaN where there is no row.
     """
 
-    def stacked(corner: dict[str, object] | None, context: int) -> float:
+    def stacked(row: str, context: int) -> float:
+        if row not in STACKED:
+            return float("nan")
         try:
-            return measured_step(table, corner, context_tokens=context).median_ms
+            return measured_step(table, STACKED[row], context_tokens=context).median_ms
         except ValueError:
             return float("nan")
 
+    ms: dict[tuple[str, str, int], float] = {}
+    for (row, context), line in served.sort_values(["apart", "run"], kind="stable").iterrows():
+        run = engines.run_name(line.run)
+        ms[run, engines.NO_DCP, context] = line.none_ms
+        ms[run, row, context] = line.median_ms
     once = attribution.engine_modes(earlier).tpot_ms
-    found: dict[str, dict[str, float]] = {}
-    columns = [(f"stack, {mine:,}", f"vLLM, {theirs:,}") for mine, theirs in NEAR]
-    for row, words in ENGINES.items():
-        found[words] = {}
-        for (mine, theirs), (ours, served) in zip(NEAR, columns, strict=True):
-            corner = STACKED.get(row)
-            found[words][ours] = stacked(corner, mine) if corner else float("nan")
-            found[words][served] = engines.median_ms[row, theirs]
-    for words, (key, corner) in EARLIER.items():
-        found[words] = {ours: stacked(corner, mine) for (mine, _), (ours, _) in zip(
-            NEAR, columns, strict=True)}  # fmt: skip
-        found[words][columns[0][1]] = once[key]
-    # Without DCP before with it, PIECEWISE before full graphs.
-    order = sorted(found, key=lambda words: ("DCP 2" in words, "PIECEWISE" not in words))
-    return pd.DataFrame(found).T.loc[order, [name for pair in columns for name in pair]]
+    for row, key in EARLIER.items():
+        ms["earlier", row, NEAR[0][1]] = once[key]
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for run, row in dict.fromkeys((run, row) for run, row, _ in ms):
+        line = found[run, engines.NAMES[row]] = {}
+        for mine, theirs in NEAR:
+            line[f"stack, {mine:,}"] = stacked(row, mine)
+            step = line[f"vLLM, {theirs:,}"] = ms.get((run, row, theirs), float("nan"))
+            none = ms.get((run, engines.NO_DCP, theirs), float("nan"))
+            line[f"x no DCP, {theirs:,}"] = step / none
+    return pd.DataFrame(found).T.rename_axis(["run", "engine"])
 
 
 def host_spans(studies: list[Study]) -> pd.DataFrame:

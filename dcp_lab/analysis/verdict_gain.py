@@ -7,18 +7,10 @@ import dataclasses
 import numpy as np
 import pandas as pd
 
-from dcp_lab.analysis import verdict_study
+from dcp_lab.analysis import engines, verdict_study
 from dcp_lab.bench import costs, stack
 
 NO_DCP = "no DCP"
-# Full-graph rows of an engine table and what a figure calls them.
-SERVED = {
-    "none_full": "no DCP, FLASH_ATTN",
-    "none_ours_full": "no DCP, this lab's kernel",
-    "fa_a2a_full": "DCP 2, FLASH_ATTN, a2a",
-    "ours_a2a_full": "DCP 2, this lab's kernel, a2a",
-    "ours_direct_full": "DCP 2, this lab's kernel, direct",
-}
 
 
 def full_steps(table: pd.DataFrame) -> pd.DataFrame:
@@ -43,58 +35,34 @@ def full_steps(table: pd.DataFrame) -> pd.DataFrame:
     return rows.set_index(["reducer", "context_tokens"])[columns].sort_index()
 
 
-def served_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return an engine's full-graph steps: of the run with the most contexts, then what it lacks.
-
-    Args:
-        table: measured("engine_...").
-
-    Returns:
-        Indexed by (row, context_tokens): median_ms, p10_ms, p90_ms (least and most of the
-        windows), windows, apart (whether it is of another run).
-
-    Raises:
-        ValueError: A row of SERVED is missing.
-    """
-    rows = table[(table.metric == "tpot") & table.row.isin(SERVED)]
-    missing = [name for name in SERVED if name not in set(rows.row)]
-    if missing:
-        raise ValueError(f"table: expected rows of {', '.join(SERVED)}, none of {missing}")
-    main = rows.groupby("run").context_tokens.nunique().idxmax()
-    inside = set(rows.row[rows.run == main])
-    rows = rows[(rows.run == main) | ~rows.row.isin(inside)]
-    rows = rows.astype({"context_tokens": int})
-    found = rows.groupby(["row", "context_tokens"]).value.agg(["median", "min", "max", "count"])
-    found.columns = ["median_ms", "p10_ms", "p90_ms", "windows"]
-    found["apart"] = ~found.index.get_level_values("row").isin(inside)
-    return found
-
-
-def runs_apart(table: pd.DataFrame, row: str = "none_full") -> float:
+def runs_apart(table: pd.DataFrame, row: str = engines.NO_DCP) -> float:
     """Return how far the medians of one engine lie apart in two runs, at the worst, as a share.
 
     Args:
         table: measured("engine_...").
         row: An engine of several runs.
     """
-    rows = table[(table.metric == "tpot") & (table.row == row)]
-    medians = rows.groupby(["context_tokens", "run"]).value.median().groupby("context_tokens")
+    medians = engines.times(table).median_ms.xs(row, level="row").groupby("context_tokens")
     return float((medians.max() / medians.min() - 1).max())
 
 
-def crossing(steps: pd.DataFrame, reducer: str, without: str = NO_DCP) -> tuple[float, float]:
+def crossing(
+    steps: pd.DataFrame, reducer: str, without: str = NO_DCP, column: str = "median_ms"
+) -> tuple[float, float]:
     """Return between which two measured contexts DCP's step becomes the shorter one.
 
     Args:
-        steps: full_steps(...) or served_steps(...).
+        steps: full_steps(...) or engines.chosen(...).
         reducer: With which exchange: the first level of the index.
         without: The step without DCP that it is held against.
+        column: What is held. Of engines over_none: two of one run compare by it as by their
+            times, two of different runs only by it.
 
     Returns:
         (largest context at which it is longer, smallest behind it at which it is shorter); 0 and
         infinity where there is none.
     """
-    gained = (steps.median_ms[without] - steps.median_ms[reducer]).dropna().sort_index()
+    gained = (steps[column][without] - steps[column][reducer]).dropna().sort_index()
     longer = gained.index[gained <= 0]
     last = longer.max() if len(longer) else 0
     shorter = gained.index[gained.index > last]
@@ -133,15 +101,6 @@ def modelled_crossing(fit_rows: pd.DataFrame, constants: costs.StepConstants) ->
             for reducer in ("direct", "a2a", "ag_rs")
         }
     return pd.DataFrame(found).T.rename_axis("requests")
-
-
-def capacity(table: pd.DataFrame) -> pd.Series:
-    """Return an engine's KV cache in tokens of all requests, by row (measured("engine_...")).
-
-    Of a row in several runs the first: the run with most of the rows.
-    """
-    rows = table[table.metric == "kv_cache_capacity"].sort_values("run", kind="stable")
-    return rows.groupby("row").value.first().astype(float)
 
 
 def waits(table: pd.DataFrame) -> pd.DataFrame:
