@@ -15,7 +15,7 @@ import torch
 
 # What an integer holds that nobody wrote: far from any length, page or token.
 _POISON_INT = 0x7B7B7B7B
-_POISON_BYTE = 0x7B
+_POISON_NARROW = {1: 0x7B, 2: 0x7B7B}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +39,7 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(torch.nan)
     if tensor.dtype == torch.bool:
         return tensor
-    return tensor.fill_(_POISON_BYTE if tensor.dtype.itemsize == 1 else _POISON_INT)
+    return tensor.fill_(_POISON_NARROW.get(tensor.dtype.itemsize, _POISON_INT))
 
 
 def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

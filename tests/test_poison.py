@@ -40,6 +40,7 @@ def test_what_others_allocate_is_left_alone() -> None:
 def test_integers_are_far_from_any_token() -> None:
     """An integer that nobody wrote is no length and no page; bytes are NaN-like noise."""
     assert run_inside("dcp_lab.ops", "torch.empty(2, dtype=torch.int32)").min() > 2**30
+    assert run_inside("dcp_lab.ops", "torch.empty(2, dtype=torch.int16)").min() > 2**14
     assert run_inside("dcp_lab.ops", "torch.empty(2, dtype=torch.uint8)").min() > 100
     assert run_inside("dcp_lab.ops", "torch.empty(2, dtype=torch.bool)").shape == (2,)
 
